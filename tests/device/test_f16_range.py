@@ -26,7 +26,7 @@ from vkback.ops.attention.flash import FlashAttnExt, prompt_shape
 from vkback.ops.case import Case, Problem
 from vkback.ops.f16_range import MIN_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.gemm_lower import choose
+from vkback.ops.matmul.choice import choose
 from vkback.ops.matmul.linear_cases import fused_case, mul_mat_case, mul_mat_id_case
 from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.matmul.mul_mat import batched_case

@@ -23,7 +23,7 @@ from vkback.ops.codebooks import decoder
 from vkback.ops.cooperative_matrix import matrix_shapes, row_lanes
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm_reg
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE
+from vkback.ops.matmul.choice import F16_TOLERANCE
 from vkback.ops.matmul.gemm_problem import Gemm, GemmShape
 from vkback.ops.matmul.linear_cases import mul_mat_case
 from vkback.ops.matmul.linear_node import QUANTS, weight

@@ -19,7 +19,7 @@ from vkback.evaluate.twin import NumpyTwin
 from vkback.graph import Tensor
 from vkback.harness import runner
 from vkback.ops.codebooks import decoder
-from vkback.ops.matmul.gemm_lower import choose
+from vkback.ops.matmul.choice import choose
 from vkback.ops.matmul.gemm_problem import Way
 from vkback.ops.matmul.linear_cases import mul_mat_case
 from vkback.ops.matmul.linear_node import LinearNode

@@ -21,7 +21,7 @@ from vkback.graph import Node
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.gemm_lower import GemmChoice, Kernel, choose
+from vkback.ops.matmul.choice import Kernel, ProductChoice, choose
 from vkback.ops.matmul.linear_node import LinearNode, Path, path_for
 from vkback.ops.op import OPS
 from vkback.plan.planner import check_limits
@@ -166,7 +166,7 @@ def with_point(ctx: LowerContext, point: GemmPoint) -> LowerContext:
     return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"gemm": point.params}, "sweep"))
 
 
-def point_of(choice: GemmChoice) -> GemmPoint:
+def point_of(choice: ProductChoice) -> GemmPoint:
     """What the planner made of the tables' choice."""
     s = choice.shape
     if s is None:

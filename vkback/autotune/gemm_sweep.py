@@ -26,7 +26,7 @@ from vkback.errors import VkbackError
 from vkback.evaluate.judge import judge
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.gemm_lower import Kernel
+from vkback.ops.matmul.choice import Kernel
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.shader import ShaderLibrary

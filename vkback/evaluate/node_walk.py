@@ -22,7 +22,7 @@ from vkback.models.registry import Model
 from vkback.ops.attention.flash import prompt_shape
 from vkback.ops.case import Array, Tolerance
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE, choose
+from vkback.ops.matmul.choice import F16_TOLERANCE, choice_of
 from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.moe.router import linear_of, selection_bias
 from vkback.ops.moe.topk import order_of, topk_params
@@ -314,8 +314,7 @@ def _of_op(node: Node, inputs: list[Array], ctx: LowerContext | None) -> list[Ar
 
 def by_f16(node: Node, ctx: LowerContext) -> bool:
     """Whether a LINEAR is a GEMM by cooperative matrices, of which both operands are f16."""
-    shape = choose(LinearNode.of(node), ctx).shape
-    return shape is not None and shape.way in ("coop_mat", "coop_reg")
+    return choice_of(LinearNode.of(node), ctx).rounds == "F16"
 
 
 def _with_f16_weights(node: Node, inputs: Sequence[Array], outputs: list[Array]) -> list[Array]:

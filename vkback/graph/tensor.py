@@ -51,12 +51,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Node:
-    """One op: `outputs = op(inputs; params)`. An output that is also an input (a cache) is written in place."""
+    """One op: `outputs = op(inputs; params)`. An output that is also an input (a cache) is written in place.
+
+    choice  the kernel that a planner has chosen for it, a value of the op's own; None in a graph. A node made of another with
+            `dataclasses.replace` keeps it
+    """
 
     op: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     params: Mapping[str, Any] = field(default_factory=dict)
+    choice: object = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:

@@ -66,6 +66,11 @@ class Op(ABC):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         """Dispatches that compute the node, in order; hazards between them follow from what they read and write."""
 
+    def choose(self, node: Node, ctx: LowerContext) -> object:
+        """The kernel of a node, as a printable value that a plan keeps on it (`Node.choice`) and all others read there; None where nothing
+        but the lowering wants to know."""
+        return None
+
     @abstractmethod
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         """How far the device may be from the reference on the path `ctx` leads to."""

@@ -23,7 +23,7 @@ from vkback.ops.case import Array, Rounded, Tolerance
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copy_dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE
+from vkback.ops.matmul.choice import F16_TOLERANCE
 from vkback.ops.matmul.linear import Linear, linear_tolerance
 from vkback.ops.matmul.linear_node import path_for
 from vkback.ops.op import OPS

@@ -19,6 +19,7 @@ from vkback.ops.codebooks import shared_bytes as codebook_bytes
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.family import Adjustment, Choice, CountOr, declare
 from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.linear_node import INT_QUANTS, Experts, LinearNode, Path
 from vkback.ops.moe.topk import ExpertChoice, expert_choice
 from vkback.ops.workgroup import Defines, power_of_two
@@ -517,7 +518,7 @@ def choice_problem(node: Node, ctx: LowerContext) -> str:
     if 5 + len(gemv.extra) > ctx.caps.max_storage_bindings:
         return f"it binds {5 + len(gemv.extra)} storage buffers, {ctx.caps.name} takes {ctx.caps.max_storage_bindings}"
     try:
-        configure(gemv, gemv.path(ctx)[0], ctx)
+        configure(gemv, choice_of(gemv, ctx).path, ctx)
     except PlanError as e:
         return str(e)
     return ""

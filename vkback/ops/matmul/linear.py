@@ -19,7 +19,8 @@ from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div
 from vkback.ops.family import Adjustment
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import case_sets, linear_cases, low_rank
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE, choose, lower_node, rounds_x
+from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choice_of, choose
+from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemv import PER_TILE, GemvConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.matmul.linear_node import LinearNode, bindings, glu_op
 from vkback.ops.op import OPS, Op, register
@@ -123,7 +124,7 @@ class Linear(Op):
         """The integer path rounds an F32 x: with an RMS norm after it is multiplied by the weight and before it is divided by the rms,
         with a layer norm behind all of it."""
         gemv = LinearNode.of(node)
-        if not rounds_x(gemv, ctx):
+        if choice_of(gemv, ctx).rounds != "Q8_1" or gemv.x.type != "F32":
             return None
         by = self._by_role(inputs, node.params)
         x, summed = by["x"], []
@@ -178,14 +179,17 @@ class Linear(Op):
             y = y + by["residual"]
         return [y, *chosen]
 
+    def choose(self, node: Node, ctx: LowerContext) -> ProductChoice:
+        return choose(LinearNode.of(node), ctx)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         gemv = LinearNode.of(node)
         if (by_rank := _of_low_rank(gemv, ctx)) is not None:
             return by_rank
-        by_gemm = choose(gemv, ctx)
-        if by_gemm.shape is not None:
-            return lower_node(gemv, by_gemm, ctx)
-        path, why = gemv.path(ctx)
+        choice = choice_of(gemv, ctx)
+        if choice.shape is not None:
+            return lower_node(gemv, choice, ctx)
+        path, why = choice.path, choice.path_source
         before: list[Dispatch] = []
         if gemv.chosen and (problem := choice_problem(node, ctx)):
             raise PlanError(f"[gemv] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
@@ -224,10 +228,11 @@ class Linear(Op):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         gemv = LinearNode.of(node)
-        by_gemm = choose(gemv, ctx)
-        if by_gemm.shape is not None and by_gemm.shape.way in ("coop_mat", "coop_reg") and gemv.y.type == "F32":
+        rounds = choice_of(gemv, ctx).rounds
+        if rounds == "F16" and gemv.y.type == "F32":
             return F16_TOLERANCE
-        return linear_tolerance(rounds_x(gemv, ctx), gemv.y.type == "Q8_1", gemv.glu or gemv.gelu)
+        q8_in = rounds == "Q8_1" and gemv.x.type == "F32"
+        return linear_tolerance(q8_in, gemv.y.type == "Q8_1", gemv.glu or gemv.gelu)
 
 
 def _of_low_rank(node: LinearNode, ctx: LowerContext) -> list[Dispatch] | None:

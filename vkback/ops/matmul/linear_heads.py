@@ -21,7 +21,8 @@ from vkback.ops.case import Array, Case, Problem, Rounded, Tolerance
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.case_sets import BASE
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE, choose, lower_node, rounds_x
+from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choice_of, choose
+from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemv import configure
 from vkback.ops.matmul.linear import launch, linear_tolerance
 from vkback.ops.matmul.linear_cases import known_type, with_x
@@ -62,17 +63,20 @@ class LinearHeads(Op):
 
     @staticmethod
     def _rounds_x(node: Node, ctx: LowerContext) -> bool:
-        return rounds_x(LinearNode.of(node), ctx)
+        return node.inputs[1].type == "F32" and choice_of(LinearNode.of(node), ctx).rounds == "Q8_1"
+
+    def choose(self, node: Node, ctx: LowerContext) -> ProductChoice:
+        return choose(LinearNode.of(node), ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         gemv = LinearNode.of(node)
         problem = heads_problem(gemv.w, gemv.x, gemv.y.type == "Q8_1")
         if problem or len(shards(gemv.w, ctx.caps)) != 1:
             raise PlanError(f"[gemv] {node.name}: {problem or f'{gemv.w} does not fit one storage buffer'}")
-        by_gemm = choose(gemv, ctx)
-        if by_gemm.shape is not None:
-            return lower_node(gemv, by_gemm, ctx)
-        path, why = gemv.path(ctx)
+        choice = choice_of(gemv, ctx)
+        if choice.shape is not None:
+            return lower_node(gemv, choice, ctx)
+        path, why = choice.path, choice.path_source
         before: list[Dispatch] = []
         if path == "int" and gemv.x.type == "F32":
             x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", gemv.x.shape)
@@ -83,8 +87,7 @@ class LinearHeads(Op):
         return [*before, launch(gemv, config, 0, shards(gemv.w, ctx.caps), reason, ctx)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        shape = choose(LinearNode.of(node), ctx).shape
-        if shape is not None and shape.way == "coop_mat" and node.outputs[0].type == "F32":
+        if choice_of(LinearNode.of(node), ctx).kernel == "coop_mat" and node.outputs[0].type == "F32":
             return F16_TOLERANCE
         return linear_tolerance(self._rounds_x(node, ctx), node.outputs[0].type == "Q8_1")
 

@@ -15,9 +15,9 @@ from vkback.ops.copies.rows import cache_tolerance, set_rows
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.ggml_words import type_word
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.gemm_lower import choose, lower_node
+from vkback.ops.matmul.choice import choice_of
+from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemm_problem import Heads
-from vkback.ops.matmul.gemm_reg import stores_heads
 from vkback.ops.matmul.linear_cases import REGISTERS, known_type
 from vkback.ops.matmul.linear_node import LinearNode, weight
 from vkback.ops.op import OPS, Op, register
@@ -31,13 +31,8 @@ def stored_by_products(parts: Sequence[Node], store: Node, ctx: LowerContext) ->
     params = store.params
     caches = [t for t in store.inputs if t.kind == "state"]
     plain = not params["has_norm"] and (params["mode"] == "normal" or not params["n_dims"]) and all(t.type == "F16" for t in caches)
-    if not plain:
-        return False
-    for part in parts:
-        w, row0, shape = LinearNode.of(part).w, int(part.params.get("row0", 0)), choose(LinearNode.of(part), ctx).shape
-        if shape is None or not stores_heads(w, row0, caches[0].shape[-1], params["n_dims"] // 2, shape, ctx.caps):
-            return False
-    return True
+    head_dim, pairs = store.inputs[2].shape[-1], params["n_dims"] // 2
+    return plain and all(choice_of(LinearNode.of(part), ctx).stores_heads(head_dim, pairs) for part in parts)
 
 
 def fused(parts: Sequence[Node], store: Node, angles: Tensor | None) -> Node:
@@ -84,7 +79,7 @@ class LinearRopeSetRows(Op):
         found = []
         for part in parts:
             gemv = LinearNode.of(part)
-            found += lower_node(gemv, choose(gemv, ctx), ctx, heads)
+            found += lower_node(gemv, choice_of(gemv, ctx), ctx, heads)
         return found
 
     def unfused(self, node: Node) -> list[Node]:

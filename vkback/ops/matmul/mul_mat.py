@@ -58,15 +58,21 @@ class _Plain(Op):
         w = node.params["w_view"].shape if "w_view" in node.params else node.inputs[0].shape
         return {"fmul": w[-1] * node.outputs[0].elements}
 
+    def fused(self, node: Node) -> Node:
+        """The node in the fused op."""
+        return dataclasses.replace(node, op="LINEAR", params={**node.params, "roles": self.roles})
+
+    def choose(self, node: Node, ctx: LowerContext) -> object:
+        return Linear().choose(self.fused(node), ctx)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        fused = Node("LINEAR", node.inputs, node.outputs, {**node.params, "roles": self.roles})
-        return [dataclasses.replace(d, op=node.op) if d.op == "LINEAR" else d for d in Linear().lower(fused, ctx)]
+        return [dataclasses.replace(d, op=node.op) if d.op == "LINEAR" else d for d in Linear().lower(self.fused(node), ctx)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Linear().tolerance(Node("LINEAR", node.inputs, node.outputs, {"roles": self.roles}), ctx)
+        return Linear().tolerance(self.fused(node), ctx)
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
-        return Linear().rounded(inputs, Node("LINEAR", node.inputs, node.outputs, {"roles": self.roles}), ctx)
+        return Linear().rounded(inputs, self.fused(node), ctx)
 
 
 TURNS = ((1, 2, 5, 8, 17), (1, 3, 9, 17), (1, 2, 16, 17))
@@ -105,6 +111,9 @@ class MulMat(_Plain):
         if w.ndim == x.ndim == 2 and not any(view in params for view in batched.VIEWS):
             return [np.asarray(x, np.float64) @ np.asarray(w, np.float64).T]
         return [batched.reference(params, inputs)]
+
+    def choose(self, node: Node, ctx: LowerContext) -> object:
+        return None if len(node.outputs) > 1 or batched.is_batched(node) else super().choose(node, ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if len(node.outputs) > 1:

@@ -21,7 +21,8 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.ggml_words import sized, tensor_type, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import low_rank
-from vkback.ops.matmul.gemm_lower import F16_TOLERANCE, choose_transposed, lower_transposed
+from vkback.ops.matmul.choice import F16_TOLERANCE, choose_transposed
+from vkback.ops.matmul.gemm_lower import lower_transposed
 from vkback.ops.matmul.linear_cases import MATRICES
 from vkback.ops.op import register
 from vkback.ops.storage import in_planes

@@ -9,6 +9,7 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.plan.nodes import Index, Nodes, rewrite, tokens_of
 from vkback.plan.passes.attention import fuse_attention, fuse_latent, pack_qkv
+from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.linear import (
     as_linear,
     fuse_bias,
@@ -35,7 +36,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = resolve_views(graph.nodes)
     outputs = [t.name for t in graph.outputs]
     if level == "none":
-        return nodes
+        return choose_kernels(nodes, ctx)
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
     nodes = as_linear(nodes)
@@ -43,7 +44,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         nodes = fuse_ssm(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_latent, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
-    nodes = pack_qkv(nodes, n == 1 and choice["rope"] == "attention")
+    nodes = choose_kernels(pack_qkv(nodes, n == 1 and choice["rope"] == "attention"), ctx)
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
         nodes = post_norms_into_prologue(nodes, outputs, ctx)

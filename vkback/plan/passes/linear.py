@@ -10,7 +10,7 @@ from typing import Any, Literal
 from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.batched import is_batched
-from vkback.ops.matmul.gemm_lower import x_wanted
+from vkback.ops.matmul.choice import ProductChoice, choice_of
 from vkback.ops.matmul.gemv import prologue_problem
 from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, Path, bindings
 from vkback.plan.nodes import Index, Nodes, rewrite
@@ -28,10 +28,10 @@ def inputs_by_role(gemv: Node) -> dict[str, Tensor]:
     return dict(zip(gemv.params["roles"], gemv.inputs, strict=True))
 
 
-def _gemv(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any]) -> Node:
+def _gemv(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any], choice: object = None) -> Node:
     """A LINEAR node with these inputs by role."""
     roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
-    return Node("LINEAR", tuple(by[r] for r in roles), (out,), {**params, "roles": roles})
+    return Node("LINEAR", tuple(by[r] for r in roles), (out,), {**params, "roles": roles}, choice)
 
 
 def activated(gemv: Node) -> bool:
@@ -143,7 +143,7 @@ def combine(how: Literal["concat", "interleave"], weights: Sequence[Tensor]) -> 
 
 
 def _x_path(node: Node, ctx: LowerContext) -> Path:
-    return LinearNode.of(node).path(ctx)[0]
+    return choice_of(LinearNode.of(node), ctx).path
 
 
 def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
@@ -160,7 +160,7 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
         nodes = [n for n in nodes if n is not norm]
         for r in readers:
             x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
-            new = _gemv(inputs_by_role(r) | {"x": x, **weights}, r.outputs[0], {**r.params, "eps": norm.params["eps"]})
+            new = _gemv(inputs_by_role(r) | {"x": x, **weights}, r.outputs[0], {**r.params, "eps": norm.params["eps"]}, r.choice)
             nodes = [new if n is r else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
@@ -195,7 +195,7 @@ def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerCon
             by = inputs_by_role(r)
             shape = by["x"].shape
             by |= {"x": dataclasses.replace(x, shape=shape), "post_norm": w, "post_residual": dataclasses.replace(residual, shape=shape)}
-            new = _gemv(by, r.outputs[0], r.params)
+            new = _gemv(by, r.outputs[0], r.params, r.choice)
             if stored and i == 0:
                 new = dataclasses.replace(new, outputs=(*r.outputs, post.outputs[0]), params={**new.params, "sum": True})
             nodes = [new if n is r else n for n in nodes]
@@ -224,7 +224,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             if r.op in ("LINEAR", "LINEAR_HEADS")
             and r.inputs[1].name == tensor.name
             and "norm" not in r.params.get("roles", ())
-            and x_wanted(r, ctx) == "Q8_1"
+            and choice_of(LinearNode.of(r), ctx).x_type == "Q8_1"
         ]
         if not wants:
             continue
@@ -235,7 +235,9 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         can = {"producer": producer.op in QUANTIZING or by_gemv, "attention": producer.op in QUANTIZING, "stage": False}[by]
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
-            out = [_retyped(n, tensor.name, tensor.name) if n is producer or n in wants else n for n in out]
+            out = [
+                _storing_q8_1(n, tensor.name) if n is producer else _retyped(n, tensor.name, tensor.name) if n in wants else n for n in out
+            ]
         else:
             quantized = f"{tensor.name}.q8_1"
             at = next(i for i, n in enumerate(out) if n is producer)
@@ -244,6 +246,14 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
         index = Index(out, outputs)
     return out
+
+
+def _storing_q8_1(node: Node, name: str) -> Node:
+    """A node with its output as Q8_1, by what its kernel then is."""
+    new = _retyped(node, name, name)
+    if isinstance(node.choice, ProductChoice):
+        return dataclasses.replace(new, choice=node.choice.storing_q8_1(LinearNode.of(node)))
+    return new
 
 
 def _retyped(node: Node, name: str, new_name: str) -> Node:

@@ -11,7 +11,7 @@ A GEMM by cooperative matrices takes x as packed f16 (`gemm_pack.packed`), by de
     norm -> GEMMs         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
     anything else            one PACK_F16, shared by all GEMMs that read the tensor
 
-The shape of matrices, and whether they are fragments, is the same for all GEMMs of a device (`gemm_lower.choose`); by experts,
+The shape of matrices, and whether they are fragments, is the same for all GEMMs of a device (`choice.choose`); by experts,
 producer and readers must also agree on ids and tiles. If they do not, or if something else reads the tensor, too, it stays F32 and is
 packed after its producer. The nodes made here are those of vkback/ops/matmul/pack_nodes.py.
 """
@@ -28,11 +28,11 @@ from vkback.ops.attention.flash import packs_output
 from vkback.ops.attention.flash import stores_units as attention_stores_units
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.gemm_lower import choose
+from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.gemm_problem import GemmShape
-from vkback.ops.matmul.gemm_reg import packed_units, stores_next_norm, stores_units
+from vkback.ops.matmul.gemm_reg import packed_units
 from vkback.ops.matmul.linear_node import LinearNode
-from vkback.ops.matmul.pack import packed, packs_glu
+from vkback.ops.matmul.pack import packed
 from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node
 from vkback.plan.nodes import Nodes, tokens_of
 from vkback.plan.schedule_choice import schedule_choice
@@ -82,7 +82,7 @@ def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
     for node in nodes:
         gemv = LinearNode.of(node) if node.op in ("LINEAR", "LINEAR_HEADS") else None
         by_heads = gemv is not None and gemv.experts == "heads"
-        shape = choose(gemv, ctx).shape if gemv and (by_heads or "ids" in gemv.extra) else None
+        shape = choice_of(gemv, ctx).shape if gemv and (by_heads or "ids" in gemv.extra) else None
         if gemv and shape:
             experts = gemv.w.shape[0]
             route = route_heads_node(gemv.n, experts, shape.tile_n) if by_heads else route_node(gemv.extra["ids"], experts, shape.tile_n)
@@ -151,7 +151,7 @@ class _Packing:
         if node is None or node.op != "LINEAR" or [t.name for t in node.inputs].count(name) != 1:
             return None
         gemv = LinearNode.of(node)
-        shape = choose(gemv, self.ctx).shape
+        shape = choice_of(gemv, self.ctx).shape
         return Reader(number, gemv, shape) if shape and shape.way in ("coop_mat", "coop_reg") and gemv.x.name == name else None
 
     def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
@@ -167,12 +167,9 @@ class _Packing:
         if producer.op != "LINEAR":
             return None
         product = LinearNode.of(producer)
-        shape = choose(product, self.ctx).shape
-        if shape is None or not packs_glu(shape, product.glu, product.k) or "rows_total" in producer.params or product.experts == "summed":
-            return None
-        if product.gelu and not product.glu:  # a dispatch behind the GEMM applies it, to floats
-            return None
-        if Reader(0, product, shape).order != first.order:
+        choice = choice_of(product, self.ctx)
+        shape = choice.shape
+        if shape is None or "f16" not in choice.stores or Reader(0, product, shape).order != first.order:
             return None
         if product.route is not None:
             return packed(name, product.n * product.n_used, k, shape, product.w.shape[0])
@@ -185,13 +182,16 @@ class _Packing:
             stored = self.by == "producer" and all(attention_stores_units(producer, r.shape, self.ctx) for r in readers)
             alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
             return packed_units(name, readers[0].gemv.n, readers[0].gemv.k, widest) if stored and alike else None
-        product = LinearNode.of(producer) if producer.op == "LINEAR" else None
-        shape = choose(product, self.ctx).shape if product else None
-        if product is None or shape is None or not product.glu or "rows_total" in producer.params:
+        if producer.op != "LINEAR":
+            return None
+        product = LinearNode.of(producer)
+        choice = choice_of(product, self.ctx)
+        shape = choice.shape
+        if shape is None or "units" not in choice.stores:
             return None
         widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
         alike = all(r.shape.matrix == shape.matrix and r.shape.row_lanes == shape.row_lanes for r in readers)
-        if not alike or not stores_units(product.w, product.glu, shape, self.ctx.caps):
+        if not alike:
             return None
         return packed_units(name, product.n, readers[0].gemv.k, widest)
 
@@ -203,11 +203,12 @@ class _Packing:
         product = self.now[number] if number >= 0 else None
         if self.by != "producer" or product is None or product.op != "LINEAR":
             return False
-        if len(product.outputs) > 1 or "rows_total" in product.params:
+        if len(product.outputs) > 1:
             return False
         gemv = LinearNode.of(product)
-        shape = choose(gemv, self.ctx).shape
-        if shape is None or shape.way != "coop_reg" or gemv.glu or gemv.gelu or not stores_next_norm(gemv.w, shape, self.ctx.caps):
+        choice = choice_of(gemv, self.ctx)
+        shape = choice.shape
+        if shape is None or "normed units" not in choice.stores:
             return False
         if any(
             r.shape.way != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.gemv.k != gemv.m

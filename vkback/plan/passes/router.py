@@ -50,7 +50,7 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
             continue
         roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
         params = {**gemv.params, "roles": roles, **topk_params(choice.params)}
-        fused = Node("LINEAR", tuple(by[r] for r in roles), (*gemv.outputs, *choice.outputs), params)
+        fused = Node("LINEAR", tuple(by[r] for r in roles), (*gemv.outputs, *choice.outputs), params, gemv.choice)
         if not choice_problem(fused, ctx):
             nodes = replace(nodes, [choice, gemv], [fused])
     return nodes

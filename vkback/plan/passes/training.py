@@ -15,8 +15,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul import low_rank
-from vkback.ops.matmul.gemm_lower import choose
-from vkback.ops.matmul.linear_node import LinearNode
+from vkback.ops.matmul.choice import ProductChoice
 from vkback.ops.training.mul_mat_back import adds
 from vkback.plan.nodes import Index, Nodes, replace
 
@@ -81,7 +80,7 @@ def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Node
 
 
 def _with_residual(product: Node, residual: Tensor, y: Tensor) -> Node:
-    return Node("LINEAR", (*product.inputs, residual), (y,), {"roles": ROLES})
+    return Node("LINEAR", (*product.inputs, residual), (y,), {"roles": ROLES}, product.choice)
 
 
 def _takes_residual(product: Node, ctx: LowerContext) -> bool:
@@ -93,8 +92,7 @@ def _takes_residual(product: Node, ctx: LowerContext) -> bool:
         return False
     if low_rank.is_factor(w, x.shape[0], ctx):
         return not low_rank.makes_rank(w, back=False)
-    shape = choose(LinearNode.of(Node("LINEAR", product.inputs, product.outputs, {"roles": ("w", "x")})), ctx).shape
-    return shape is not None and shape.way == "coop_mat"
+    return isinstance(product.choice, ProductChoice) and product.choice.kernel == "coop_mat"
 
 
 PACKING = "gemm/pack_f16.comp"

@@ -1,0 +1,99 @@
+"""Kernels chosen once: a plan asks the tables at most once for each product, and passes keep what was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from kernel_paths import planned_for
+
+from vkback.graph import Node, Tensor
+from vkback.models import Model
+from vkback.ops.family import Choice, Chooser
+from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul import choice as product_choice
+from vkback.ops.matmul import linear, linear_heads
+from vkback.ops.matmul.choice import ProductChoice, choose
+from vkback.ops.matmul.linear_node import LinearNode, weight
+from vkback.paths import builtin_model
+from vkback.plan.planner import fused_nodes, plan
+
+PRODUCTS = ("LINEAR", "LINEAR_HEADS", "MUL_MAT", "MUL_MAT_ID")
+
+
+class Counting:
+    """Tables that count what they are asked, by family."""
+
+    def __init__(self, tables: Chooser) -> None:
+        self.tables, self.asked = tables, Counter[str]()
+
+    def pick(self, family: str, **query: Any) -> Choice:
+        self.asked[family] += 1
+        return self.tables.pick(family, **query)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the products that a kernel was chosen for."""
+    found: list[str] = []
+
+    def counted(node: LinearNode, ctx: LowerContext) -> ProductChoice:
+        found.append(node.node.name)
+        return choose(node, ctx)
+
+    for module in (product_choice, linear, linear_heads):
+        monkeypatch.setattr(module, "choose", counted)
+    return found
+
+
+@pytest.mark.parametrize(("n", "products"), [(1, 27), (16, 27), (512, 27)])
+@pytest.mark.parametrize("profile", ["nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv"])
+def test_a_plan_chooses_each_product_once(n: int, products: int, profile: str, made: list[str]) -> None:
+    """demo-dense: in each of 6 layers Q with K and V (two types: two products in some layers), output, gate with up, down; and the head."""
+    ctx = planned_for(profile)
+    tables = Counting(ctx.tuning)
+    plan(Model.open(builtin_model("demo-dense")).graph(n, 64, head="last"), dataclasses.replace(ctx, tuning=tables))
+    assert len(made) == products
+    assert tables.asked["gemm"] <= (products if n > 1 else 0)
+    assert tables.asked["gemv_path"] <= products
+
+
+@pytest.mark.parametrize("model", ["demo-dense", "demo-moe"])
+@pytest.mark.parametrize("n", [1, 8, 64])
+def test_what_was_chosen_stays_right(model: str, n: int) -> None:
+    """Asked anew about the nodes that the last pass has made, the tables say the same."""
+    ctx = planned_for("nvidia_h200_linux")
+    nodes, ctx = fused_nodes(Model.open(builtin_model(model)).graph(n, 64, head="all"), ctx)
+    seen = [node for node in nodes if node.op in PRODUCTS]
+    assert seen
+    for node in seen:
+        assert node.choice is not None, node.name
+        again = choose(LinearNode.of(node), ctx)
+        assert isinstance(node.choice, ProductChoice)
+        assert (node.choice.kernel, node.choice.shape, node.choice.path) == (again.kernel, again.shape, again.path), node.name
+
+
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("n", [4, 24, 512])
+@pytest.mark.parametrize("profile", ["nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "apple_m1_honeykrisp"])
+def test_an_output_as_q8_1_is_what_would_be_chosen_for_it(glu: bool, n: int, profile: str) -> None:
+    ctx = planned_for(profile)
+
+    def product(y: str) -> LinearNode:
+        w, x = weight("w", "Q4_K", (512, 256)), Tensor("x", "F32", (n, 256))
+        return LinearNode.of(Node("LINEAR", (w, x), (Tensor("y", y, (n, 512 >> glu)),), {"roles": ("w", "x"), "glu": glu}))
+
+    plain, q8_1 = choose(product("F32"), ctx), choose(product("Q8_1"), ctx)
+    got = plain.storing_q8_1(product("F32"))
+    assert (got.kernel, got.shape, got.rounds) == (q8_1.kernel, q8_1.shape, q8_1.rounds)
+
+
+def test_a_choice_can_be_printed() -> None:
+    ctx = planned_for("nvidia_h200_linux")
+    nodes, ctx = fused_nodes(Model.open(builtin_model("demo-dense")).graph(512, 512, head="all"), ctx)
+    texts = {str(node.choice) for node in nodes if node.op == "LINEAR"}
+    said = re.compile(r"coop_mat \d+x\d+x64 for Q4_K 512x256, 512 tokens, .*rounds x to F16: nvidia\.toml")
+    assert any(map(said.match, texts)), texts
