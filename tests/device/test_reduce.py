@@ -52,7 +52,7 @@ def test_reductions(wg: int, size_known: bool, subgroup: bool, device: Device, t
     if not size_known:
         defines["SUBGROUP_SIZE"] = 0
     x, y = Tensor("x", "F32", (wg,)), Tensor("y", "F32", (8, wg))
-    kernel = Variant("reduce.comp", tuple(sorted(defines.items())), required)
+    kernel = Variant.of("reduce.comp", defines, subgroup_size=required)
     schedule = Schedule([[Dispatch(kernel, (Arg(x), Arg(y, "w")), b"", (1, 1, 1), "TEST", "reduce")]])
     values = np.random.default_rng(wg).uniform(-1, 1, wg).astype(np.float32)
     with device.arena("reduce", 64 * wg + 4096, "device") as arena:

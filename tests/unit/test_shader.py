@@ -90,6 +90,12 @@ def test_names_are_readable_and_tell_variants_apart() -> None:
     assert len({full, full, Variant("gemv/gemv.comp")}) == 2
 
 
+def test_equal_settings_are_one_variant_whatever_their_order() -> None:
+    one = Variant.of("gemv/gemv.comp", {"ROWS": 2, "QUANT": "Q4_K"}, spec={"B": 1, "A": 2}, subgroup_size=32)
+    other = Variant.of("gemv/gemv.comp", {"QUANT": "Q4_K", "ROWS": 2}, spec={"A": 2, "B": 1}, subgroup_size=32)
+    assert one == other and one.defines == (("QUANT", "Q4_K"), ("ROWS", 2)) and one.spec == (("A", 2), ("B", 1))
+
+
 def test_spirv_is_a_vulkan_1_2_module(library: ShaderLibrary) -> None:
     spirv = library.spirv(Variant("copy.comp"))
     assert spirv[:8] == bytes.fromhex("0302230700050100")  # magic number, SPIR-V 1.5

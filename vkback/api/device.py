@@ -497,7 +497,7 @@ class Device:
         file = given.path("path", path, "device").resolve()
         if not file.is_file():
             raise ModelError(f"[device] {path}: no such file; give the path of a GLSL compute shader")
-        variant = Variant(file.name, tuple((defines or {}).items()), subgroup_size, tuple(sorted((spec or {}).items())))
+        variant = Variant.of(file.name, defines, spec=spec, subgroup_size=subgroup_size)
         return CompiledKernel(self, ShaderLibrary(file.parent, shipped=False), variant)
 
     def time(

@@ -86,6 +86,7 @@ def store_units(node: Node, ctx: LowerContext) -> Dispatch:
     push = weight_push(cache.type, quants.layout(cache.type, heads * n_ctx, dim), dim)
     choice = ctx.tuning.pick("rows", k=dim, n=pos.elements * heads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], units)
+    # In this order, not by Variant.of: kernels that are built ahead are known by it.
     return Dispatch(
         Variant("cache/store_units.comp", ((f"TYPE_{cache.type}", 1), ("WG_SIZE", wg), ("SCALE_WORDS", int(not ctx.caps.storage_16bit)))),
         (Arg(cache, "w"), Arg(x), Arg(pos)),

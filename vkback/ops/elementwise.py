@@ -159,7 +159,7 @@ class Binary(Op):
         defines: dict[str, str | int] = {"WG_SIZE": wg, "OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
         return [
             Dispatch(
-                Variant("elementwise/binary.comp", tuple(sorted(defines.items()))),
+                Variant.of("elementwise/binary.comp", defines),
                 (Arg(a), Arg(b), Arg(y, "w")),
                 pack_push(elements, max(inner // width, 1), count // b_width),
                 spread(ceil_div(elements, wg)),
@@ -403,7 +403,7 @@ class Unary(Op):
         defines: dict[str, str | int] = {"WG_SIZE": wg, "FUNCTION": UNARY[self.name].function, "WIDTH": width}
         return [
             Dispatch(
-                Variant("elementwise/unary.comp", tuple(sorted(defines.items()))),
+                Variant.of("elementwise/unary.comp", defines),
                 (Arg(x), Arg(y, "w")),
                 pack_push(elements, *[*self._values(node.params), 0.0, 0.0][:2]),
                 spread(ceil_div(elements, wg)),

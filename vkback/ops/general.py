@@ -56,9 +56,9 @@ def copy_dispatch(
     threads = source.elements if target or each >= 4 else ceil_div(source.elements * each, 4)
     choice = ctx.tuning.pick("copy", elements=source.elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-    defines = (("FROM_TYPE", NUMBERS[x.type]), ("SCATTER", int(target is not None)), ("TO_TYPE", NUMBERS[y.type]), ("WG_SIZE", wg))
+    defines = {"FROM_TYPE": NUMBERS[x.type], "SCATTER": int(target is not None), "TO_TYPE": NUMBERS[y.type], "WG_SIZE": wg}
     return Dispatch(
-        Variant("copy/general.comp", defines),
+        Variant.of("copy/general.comp", defines),
         (Arg(x), Arg(y, "rw" if target else "w")),
         pack_push(*source.shape, *source.strides, *into.strides, source.offset, into.offset),
         spread(ceil_div(threads, wg)),

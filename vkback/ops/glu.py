@@ -182,7 +182,7 @@ class Glu(Op):
         defines |= {"ACTIVATION": self.name.lower(), "OUT_Q8_1": int(q8), "WIDTH": 4 if k % 4 == 0 else 1}
         return [
             Dispatch(
-                Variant("glu/glu.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("glu/glu.comp", defines, subgroup_size=subgroup),
                 (Arg(gate), Arg(up), Arg(y, "w")),
                 pack_push(rows, k, quads, stride, stride, first, second, *(float(node.params.get(p, 0.0)) for p in ("alpha", "limit"))),
                 spread(ceil_div(quads * rows, wg)),

@@ -27,7 +27,7 @@ def by_threads(
     choice = ctx.tuning.pick("elementwise", elements=threads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
     return Dispatch(
-        Variant(shader, tuple(sorted({**(defines or {}), "WG_SIZE": wg}.items()))),
+        Variant.of(shader, {**(defines or {}), "WG_SIZE": wg}),
         tuple(args),
         pack_push(*push),
         spread(ceil_div(threads, wg)),

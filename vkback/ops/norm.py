@@ -121,7 +121,7 @@ class Norm(Op):
         args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))
         return [
             Dispatch(
-                Variant("norm/norm.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("norm/norm.comp", defines, subgroup_size=subgroup),
                 args,
                 pack_push(rows, dim, quads, rounds, units, float(node.params["eps"])),
                 spread(rows),
@@ -287,7 +287,7 @@ class L2Norm(Norm):
         defines, subgroup = reduction(ctx.caps, wg)
         return [
             Dispatch(
-                Variant("norm/l2_norm.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("norm/l2_norm.comp", defines, subgroup_size=subgroup),
                 (Arg(x), Arg(y, "w")),
                 pack_push(rows, dim, float(node.params["eps"])),
                 spread(rows),

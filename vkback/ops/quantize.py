@@ -62,7 +62,7 @@ def quantize_dispatch(x: Tensor, y: Tensor, ctx: LowerContext, label: str = "") 
     defines["WIDTH"] = 4 if k % 4 == 0 else 1
     return [
         Dispatch(
-            Variant("quantize/quantize.comp", tuple(sorted(defines.items())), subgroup),
+            Variant.of("quantize/quantize.comp", defines, subgroup_size=subgroup),
             (Arg(x), Arg(y, "w")),
             pack_push(rows, k, units),
             spread(ceil_div(8 * units * rows, wg)),

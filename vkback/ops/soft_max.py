@@ -62,7 +62,7 @@ def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
     defines, subgroup = reduction(ctx.caps, wg)
     defines |= {"MASK": len(mask), "SUM": int(sum_rows)}
     return Dispatch(
-        Variant("soft_max/soft_max.comp", tuple(sorted(defines.items())), subgroup),
+        Variant.of("soft_max/soft_max.comp", defines, subgroup_size=subgroup),
         (Arg(x), *map(Arg, mask), Arg(node.outputs[0], "w" if sum_rows else "rw")),
         pack_push(rows, dim, prod(mask[0].shape[:-1]) if mask else 1, float(node.params.get("scale", 1.0))),
         spread(rows),
@@ -166,7 +166,7 @@ class SoftMax(Op):
         mask_outer, mask_heads = mask[0].shape[:2] if mask else (1, 1)
         n, below, above = slopes(heads, float(node.params.get("max_bias", 0.0)))
         return Dispatch(
-            Variant("soft_max/general.comp", tuple(sorted(defines.items())), subgroup),
+            Variant.of("soft_max/general.comp", defines, subgroup_size=subgroup),
             (Arg(x), *map(Arg, rest), Arg(node.outputs[0], "rw")),
             pack_push(outer, heads, rows, dim, mask_outer, mask_heads, n, float(node.params.get("scale", 1.0)), below, above),
             spread(outer * heads * rows),

@@ -34,7 +34,7 @@ def rows_launch(
     wg = workgroup_size(ctx.caps, max(choice["wg_size"], 64), k)
     defines, subgroup = reduction(ctx.caps, wg)
     return Dispatch(
-        Variant("sums/sums.comp", tuple(sorted({**defines, "FUNCTION": function}.items())), subgroup),
+        Variant.of("sums/sums.comp", {**defines, "FUNCTION": function}, subgroup_size=subgroup),
         (Arg(x), Arg(y, "w"), *map(Arg, more)),
         pack_push(rows, k, float(factor)),
         spread(rows),

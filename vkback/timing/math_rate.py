@@ -109,7 +109,7 @@ def dot_variants() -> list[Variant]:
 
 
 def _dot_variant(way: str, wg: int) -> Variant:
-    return Variant("probe/dot_rate.comp", (("INT_DOT", int(way == "int_dot")), ("WG", wg)))
+    return Variant.of("probe/dot_rate.comp", {"INT_DOT": int(way == "int_dot"), "WG": wg})
 
 
 def _dot_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:

@@ -41,7 +41,7 @@ def read_variants() -> list[Variant]:
 
 
 def _read_variant(threads: int, unroll: int) -> Variant:
-    return Variant("probe/read.comp", (("UNROLL", unroll), ("WG", threads)))
+    return Variant.of("probe/read.comp", {"UNROLL": unroll, "WG": threads})
 
 
 def _read_kernel(device: Device, library: ShaderLibrary, threads: int, unroll: int) -> Kernel:

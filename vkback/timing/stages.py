@@ -88,7 +88,7 @@ def measure_stage_us(device: Device, library: ShaderLibrary, bytes_per_second: f
     places = 64 if software else 256
     threads = min(8 if software else 256, device.caps.max_workgroup_invocations)
     tile = 16 * UNROLL * threads
-    variant = Variant("probe/read.comp", (("UNROLL", UNROLL), ("WG", threads)))
+    variant = Variant.of("probe/read.comp", {"UNROLL": UNROLL, "WG": threads})
     kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=2, push_bytes=8)
     with device.arena("stage cost", places * size + 4096, "device") as arena:
         source, sink = arena.alloc(places * size, "source"), arena.alloc(256, "sink")

@@ -268,7 +268,7 @@ def _lower(
     args += [Arg(t) for _, t in extra]
     rows = min(n_ctx, window) if window else n_ctx
     return Dispatch(
-        kernel=Variant("attention/decode/attention.comp", tuple(sorted((k, v) for k, v in defines.items())), s.subgroup),
+        kernel=Variant.of("attention/decode/attention.comp", defines, subgroup_size=s.subgroup),
         args=tuple(args),
         push=pack_push(
             n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E, float(node.params.get("eps", 0.0))

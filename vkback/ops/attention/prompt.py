@@ -340,7 +340,7 @@ def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Vari
         "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u",
         "HAS_SINKS": int(job.sinks is not None),
     }
-    return Variant("attention/prompt/prompt.comp", tuple(sorted(defines.items())), subgroup)
+    return Variant.of("attention/prompt/prompt.comp", defines, subgroup_size=subgroup)
 
 
 def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:

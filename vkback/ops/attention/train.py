@@ -160,10 +160,12 @@ def _launch(node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg], siz
     parts = ceil_div(columns, TILE * chunks)
     choice = _choice(sizes, ctx)
     lanes, required, use_shuffles = lanes_for(ctx.caps)
-    variant = Variant(f"attention/train/{shader}.comp", (("CHUNKS", chunks),))
+    variant = Variant.of(f"attention/train/{shader}.comp", {"CHUNKS": chunks})
     tokens, how = TILE, f"64 threads, tiles of {TILE}, {chunks} of them along the columns"
     if choice["tiles"] == "lanes" and use_shuffles:
-        variant = Variant(f"attention/train/{shader}_lanes.comp", (("HD", sizes.hd), ("LANES", lanes), ("VD", sizes.vd)), required)
+        variant = Variant.of(
+            f"attention/train/{shader}_lanes.comp", {"HD": sizes.hd, "LANES": lanes, "VD": sizes.vd}, subgroup_size=required
+        )
         tokens, how, parts = lanes, f"{lanes} threads, a token each", 1
     groups = (ceil_div(sizes.n, tokens), sizes.heads, sizes.sequences * parts)
     if max(groups) > MAX_GROUPS_X:
@@ -254,7 +256,7 @@ class _Matrices:
         defines, pinned = reduction(caps, wg)
         self.dispatches.append(
             Dispatch(
-                Variant("attention/train/train_pack.comp", tuple(sorted(defines.items())), pinned),
+                Variant.of("attention/train/train_pack.comp", defines, subgroup_size=pinned),
                 (Arg(x), Arg(y, "w"), Arg(overflow_word(y), "rw")),
                 pack_push(sizes.n, self.rows, dim // 4),
                 (heads, sizes.sequences, 1),

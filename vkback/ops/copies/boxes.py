@@ -61,9 +61,9 @@ def box_copy(
     elements = prod(box)
     choice = ctx.tuning.pick("copy", elements=elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
-    defines = (("FILL", int(fill)), ("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
+    defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16"), "WG_SIZE": wg}
     return Dispatch(
-        Variant("copy/box.comp", defines),
+        Variant.of("copy/box.comp", defines),
         (Arg(x), Arg(y, "w", part=part)),
         pack_push(*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
         spread(ceil_div(elements, wg)),
@@ -277,7 +277,7 @@ class Pad(Boxed):
         choice = ctx.tuning.pick("copy", elements=y.elements)
         wg = workgroup_size(ctx.caps, choice["wg_size"], y.elements)
         return Dispatch(
-            Variant("copy/pad.comp", (("CIRCULAR", int(bool(node.params.get("circular")))), ("WG_SIZE", wg))),
+            Variant.of("copy/pad.comp", {"CIRCULAR": int(bool(node.params.get("circular"))), "WG_SIZE": wg}),
             (Arg(x), Arg(y, "w")),
             pack_push(*_four(y.shape), *_four(x.shape), *_strides(x.shape), *before, 0),
             spread(ceil_div(y.elements, wg)),

@@ -107,9 +107,9 @@ class Convert(Op):
         pairs = x.elements // 2
         choice = ctx.tuning.pick("copy", elements=x.elements)
         wg = workgroup_size(ctx.caps, choice["wg_size"], pairs)
-        defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(y.type == "F16")), ("WG_SIZE", wg))
+        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16"), "WG_SIZE": wg}
         return Dispatch(
-            Variant("copy/convert.comp", defines),
+            Variant.of("copy/convert.comp", defines),
             (Arg(x), Arg(y, "w")),
             pack_push(pairs),
             spread(ceil_div(pairs, wg)),
@@ -156,7 +156,7 @@ class Convert(Op):
         defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder_of(x.type, columns, ctx)}
         push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
         return Dispatch(
-            Variant("copy/decode.comp", tuple(sorted(defines.items()))),
+            Variant.of("copy/decode.comp", defines),
             (Arg(x), Arg(y, "w")),
             pack_push(*push, row0, column0 // 32, k),
             spread(ceil_div(threads, wg)),
@@ -286,7 +286,7 @@ def same_rows(node: Node, ctx: LowerContext, source: View, target: View) -> list
         wg = workgroup_size(ctx.caps, choice["wg_size"], words)
         found.append(
             Dispatch(
-                Variant("copy/plane_rows.comp", (("WG_SIZE", wg),)),
+                Variant.of("copy/plane_rows.comp", {"WG_SIZE": wg}),
                 (Arg(x), Arg(y, "w", part=f"plane {number}")),
                 pack_push(*push, a.offset // k, rows, to_plane.row_bytes, from_plane.offset // 4, to_plane.offset // 4),
                 spread(ceil_div(words, wg)),

@@ -199,7 +199,7 @@ def encoded(
     words = 0 if ids is None else 2 if ids.tensor.type == "I64" else 1
     by_ids = (*ids.size, words, ids.limit) if ids else (1, 1, 1, 0, 0)
     return Dispatch(
-        Variant("encode/encode.comp", tuple(sorted(defines.items()))),
+        Variant.of("encode/encode.comp", defines),
         (Arg(x), Arg(y, "rw"), Arg(ids.tensor if ids else x)),
         pack_push(*weight_push(y.type, layout, k), k, rows, *counts[:2], *steps, *by_ids),
         spread(blocks if whole_group else ceil_div(blocks, wg)),

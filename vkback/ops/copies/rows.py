@@ -127,10 +127,10 @@ class SetRows(Op):
         words = x.elements // 2
         choice = ctx.tuning.pick("rows", k=dim, n=n * heads)
         wg = workgroup_size(ctx.caps, choice["wg_size"], words)
-        defines = (("FROM_F16", int(x.type == "F16")), ("TO_F16", int(cache.type == "F16")), ("WG_SIZE", wg))
+        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(cache.type == "F16"), "WG_SIZE": wg}
         return [
             Dispatch(
-                Variant("rows/set_rows.comp", defines),
+                Variant.of("rows/set_rows.comp", defines),
                 (Arg(x), Arg(pos), Arg(cache, "w")),
                 pack_push(n, heads, dim // 2, n_ctx),
                 spread(ceil_div(words, wg)),
@@ -271,7 +271,7 @@ class GetRows(Op):
         rows = prod(table.shape[:-1])
         return [
             Dispatch(
-                Variant("rows/get_rows.comp", tuple(sorted(defines.items()))),
+                Variant.of("rows/get_rows.comp", defines),
                 (Arg(table, "r", i), Arg(ids), Arg(y, "w", part=f"rows of shard {i}" if len(parts) > 1 else "")),
                 pack_push(*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows, scale),
                 spread(ceil_div(units * n, wg)),
@@ -303,7 +303,7 @@ class GetRows(Op):
         n = view.shape[-1]
         before.append(
             Dispatch(
-                Variant("rows/batch_ids.comp", (("WG_SIZE", wg),)),
+                Variant.of("rows/batch_ids.comp", {"WG_SIZE": wg}),
                 (Arg(ids), Arg(all_ids, "w")),
                 pack_push(outer, inner, n, view.offset, *view.strides, row, rows, table_rows),
                 spread(ceil_div(all_ids.elements, wg)),
@@ -334,7 +334,7 @@ class GetRows(Op):
         choice = ctx.tuning.pick("rows", k=k, n=n)
         wg = workgroup_size(ctx.caps, choice["wg_size"], n * k // width)
         return Dispatch(
-            Variant("rows/get_rows_values.comp", (("FROM_F16", int(table.type == "F16")), ("WG_SIZE", wg), ("WIDTH", width))),
+            Variant.of("rows/get_rows_values.comp", {"FROM_F16": int(table.type == "F16"), "WG_SIZE": wg, "WIDTH": width}),
             (Arg(table), Arg(ids), Arg(y, "w")),
             pack_push(n, k // width, prod(table.shape[:-1])),
             spread(ceil_div(n * k // width, wg)),

@@ -64,7 +64,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
     words = 2 if ids.type == "I64" else 1
     store = Dispatch(
-        Variant("rows/set_rows_general.comp", (("WG_SIZE", wg),)),
+        Variant.of("rows/set_rows_general.comp", {"WG_SIZE": wg}),
         (Arg(floats), Arg(ids), Arg(cache, "rw")),
         pack_push(elements, k, r, n2, limit, *size, words, _KINDS[cache.type]),
         spread(ceil_div(elements, wg)),

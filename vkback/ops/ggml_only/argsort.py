@@ -33,7 +33,7 @@ def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     gz = ceil_div(rows, MAX_GROUPS_X)
     return [
         Dispatch(
-            Variant("argsort/argsort.comp", (("DESCENDING", int(descending)), ("WG_SIZE", wg))),
+            Variant.of("argsort/argsort.comp", {"DESCENDING": int(descending), "WG_SIZE": wg}),
             (Arg(x), Arg(y, "w")),
             pack_push(rows, dim, y.shape[-1]),
             (ceil_div(dim, wg), ceil_div(rows, gz), gz),
@@ -57,10 +57,10 @@ def _merged(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     dispatches = []
     for i in range(passes):
         source, target = x if i == 0 else between[i % 2], y if i == passes - 1 else between[(i + 1) % 2]
-        defines = (("DESCENDING", int(descending)), ("FIRST", int(i == 0)), ("WG_SIZE", wg))
+        defines = {"DESCENDING": int(descending), "FIRST": int(i == 0), "WG_SIZE": wg}
         dispatches.append(
             Dispatch(
-                Variant("argsort/merge.comp", defines),
+                Variant.of("argsort/merge.comp", defines),
                 (Arg(x), Arg(source), Arg(target, "w")),
                 pack_push(rows, dim, 1 << i, target.shape[-1]),
                 (ceil_div(dim, wg), ceil_div(rows, gz), gz),

@@ -134,7 +134,7 @@ class Attention(Op):
         return [
             *copies,
             Dispatch(
-                Variant("attention/general.comp", tuple(sorted({**defines, "QUERIES": queries, "MAX_DIM": most}.items())), subgroup),
+                Variant.of("attention/general.comp", {**defines, "QUERIES": queries, "MAX_DIM": most}, subgroup_size=subgroup),
                 (Arg(q_rows), Arg(k_rows), Arg(v_rows), Arg(mask or q_rows), Arg(sinks or q_rows), Arg(y, "w")),
                 push,
                 (ceil_div(heads // kv_heads * n, queries), kv_heads, sequences),

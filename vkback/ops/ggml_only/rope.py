@@ -147,7 +147,7 @@ class RopeExt(Op):
         }
         return [
             Dispatch(
-                Variant("rope/general.comp", tuple(sorted(defines.items()))),
+                Variant.of("rope/general.comp", defines),
                 (Arg(x), Arg(pos), Arg(y, "w"), *map(Arg, factors)),
                 pack_push(threads, dim, heads, n, first, float(rope_angles.mscale(params)), -1.0 if params.get("back") else 1.0),
                 spread(ceil_div(threads, wg)),

@@ -72,7 +72,7 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     last = node.outputs[-1]
     return [
         Dispatch(
-            Variant(f"ssm/{file}.comp", (("WG_SIZE", wg),)),
+            Variant.of(f"ssm/{file}.comp", {"WG_SIZE": wg}),
             (*map(Arg, node.inputs), *(Arg(t, "rw" if t is last and node.op == "SSM_SCAN" else "w") for t in node.outputs)),
             pack_push(*push),
             spread(ceil_div(threads, wg)),

@@ -177,7 +177,7 @@ def weight_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tenso
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
     before.append(
         Dispatch(
-            Variant("copy/as_weight.comp", (("FROM_F16", int(w.type == "F16")), ("WG_SIZE", wg))),
+            Variant.of("copy/as_weight.comp", {"FROM_F16": int(w.type == "F16"), "WG_SIZE": wg}),
             (Arg(w), Arg(laid, "w")),
             pack_push(*four.shape, *four.strides, four.offset, units),
             spread(ceil_div(threads, wg)),
@@ -207,7 +207,7 @@ def _matrices(node: Node, batch: Batch, ids: Tensor, ctx: LowerContext) -> Dispa
     choice = ctx.tuning.pick("elementwise", elements=ids.elements)
     wg = workgroup_size(ctx.caps, choice["wg_size"], ids.elements)
     return Dispatch(
-        Variant("gemm_f32/slices.comp", (("WG_SIZE", wg),)),
+        Variant.of("gemm_f32/slices.comp", {"WG_SIZE": wg}),
         (Arg(ids, "w"),),
         pack_push(ids.elements, batch.n, batch.inner * batch.inner_repeat, batch.inner_repeat, batch.outer_repeat, batch.inner),
         spread(ceil_div(ids.elements, wg)),

@@ -184,7 +184,7 @@ def _by_matrices(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
     return [
         product,
         Dispatch(
-            Variant("gemm/split_sum.comp", tuple(sorted(defines.items()))),
+            Variant.of("gemm/split_sum.comp", defines),
             (
                 unused,
                 Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
@@ -286,7 +286,7 @@ def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard:
     y_stride = ceil_div(job.y.shape[-1], UNIT) if q8_out else job.y.shape[-1]
     whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
     return Dispatch(
-        Variant(f"gemm/{shape.way}.comp", tuple(sorted(defines.items())), required),
+        Variant.of(f"gemm/{shape.way}.comp", defines, subgroup_size=required),
         bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
         push_words(job, shape, shard, x_stride, y_stride),
         grid(job, dataclasses.replace(shape, split_k=1), shard),
@@ -302,13 +302,13 @@ def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard:
 def prebuilt_variants() -> list[Variant]:
     """All modules that need a compiler with cooperative matrices, as they come with vkback (shaders/prebuilt): one for each layout of a
     weight type, the rest by specialization."""
-    found = [Variant("gemm/pack_f16.comp", (("FRAGMENTS", 1),))]
+    found = [Variant.of("gemm/pack_f16.comp", {"FRAGMENTS": 1})]
     found += [Variant(source) for source in ("gemm/fragment_map.comp", "gemm/element_map.comp", "probe/matrix_rate.comp")]
     for name, kind in quants.QUANTS.items():
         if kind.planes and name != "Q8_1":
             layouts: list[Defines] = [{}, IN_PAIRS] if name in quants.PAIRED else [{}]
             found += [
-                Variant(f"gemm/{way}.comp", tuple(sorted((gpu_decoder(name) | layout).items())))
+                Variant.of(f"gemm/{way}.comp", gpu_decoder(name) | layout)
                 for layout in layouts
                 for way in ("coop_mat", "coop_reg", "coop_reg_heads")
             ]

@@ -77,7 +77,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
     config = dataclasses.replace(config, stores_sum=stores_sum)
     choice_moved = sum(map(nbytes, (node.extra["logits"], *node.chosen))) if node.chosen else 0
     return Dispatch(
-        Variant("gemv/gemv.comp", tuple(sorted(shader_defines(config, ctx.caps).items())), config.required),
+        Variant.of("gemv/gemv.comp", shader_defines(config, ctx.caps), subgroup_size=config.required),
         (
             Arg(node.w, "r", index),
             Arg(node.x),

@@ -78,7 +78,7 @@ def product(node: Node, ctx: LowerContext, x: Tensor, w: Tensor, y: Tensor, *, b
         args = (Arg(w), Arg(x), Arg(y, "rw" if in_place else "w"), Arg(before or x))
         groups = (ceil_div(width // 4, wg), ceil_div(n, UP_TOKENS), 1)
         shader, said = "low_rank_up", f"{wg} threads for {4 * wg} columns of {UP_TOKENS} tokens"
-    kernel = Variant(f"gemm_f32/{shader}.comp", (("RANK_ROWS", int(rows)), ("WG_SIZE", wg)))
+    kernel = Variant.of(f"gemm_f32/{shader}.comp", {"RANK_ROWS": int(rows), "WG_SIZE": wg})
     moved = sum(nbytes(a.tensor) for a in args[:3]) + (nbytes(before) if before is not None else 0)
     return [
         Dispatch(kernel, args, push, groups, node.op, node.name, f"rank {rank}: {said}", nbytes=moved, flops=flops, weight_bytes=nbytes(w))
@@ -93,7 +93,7 @@ def outer(node: Node, ctx: LowerContext, x: Tensor, dy: Tensor, y: Tensor, *, ad
     slices = max(1, min(OUTER_SLICES, ctx.caps.max_workgroup_invocations // 32, n))
     return [
         Dispatch(
-            Variant("gemm_f32/low_rank_outer.comp", (("RANK_ROWS", int(rows)), ("SLICES", slices))),
+            Variant.of("gemm_f32/low_rank_outer.comp", {"RANK_ROWS": int(rows), "SLICES": slices}),
             (Arg(wide), Arg(narrow), Arg(y, "rw" if add else "w")),
             pack_push(n, width, rank, int(add)),
             (ceil_div(width // 4, 32), ceil_div(rank, CHUNK), 1),

@@ -31,7 +31,7 @@ def route(ids: Tensor, out: Tensor, experts: int, tile_n: int, caps: Capabilitie
     wg = min(256, caps.max_workgroup_invocations, caps.max_workgroup_size[0])
     defines: Defines = {"WG": wg, "EXPERTS": experts, "TILE_N": tile_n}
     return Dispatch(
-        Variant("gemm/route.comp", tuple(sorted(defines.items()))),
+        Variant.of("gemm/route.comp", defines),
         (Arg(ids), Arg(out, "w")),
         pack_push(slots, max_tiles(slots, experts, tile_n)),
         (1, 1, 1),
@@ -47,7 +47,7 @@ def route_heads(tokens: int, heads: int, out: Tensor, tile_n: int, caps: Capabil
     wg = min(256, caps.max_workgroup_invocations, caps.max_workgroup_size[0])
     slots = tokens * heads
     return Dispatch(
-        Variant("gemm/route_heads.comp", (("WG", wg),)),
+        Variant.of("gemm/route_heads.comp", {"WG": wg}),
         (Arg(out, "w"),),
         pack_push(tokens, heads, tile_n, max_tiles(slots, heads, tile_n)),
         spread(ceil_div(slots, wg)),

@@ -54,7 +54,7 @@ class AddId(Op):
         wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
         return [
             Dispatch(
-                kernel=Variant("moe/add_id.comp", (("WG_SIZE", wg), ("WIDTH", width))),
+                kernel=Variant.of("moe/add_id.comp", {"WG_SIZE": wg, "WIDTH": width}),
                 args=(Arg(a), Arg(b), Arg(ids), Arg(node.outputs[0], "w")),
                 push=pack_push(elements, m // width),
                 groups=spread(ceil_div(elements, wg)),

@@ -49,7 +49,7 @@ class MoeReduce(Op):
         defines = {"WG_SIZE": wg, "USED": n_used, "WIDTH": width, "HAS_RESIDUAL": int(len(node.inputs) > 2)}
         return [
             Dispatch(
-                kernel=Variant("moe/moe_reduce.comp", tuple(sorted(defines.items()))),
+                kernel=Variant.of("moe/moe_reduce.comp", defines),
                 args=(Arg(node.inputs[0]), Arg(node.inputs[1]), Arg(node.outputs[0], "w"), *(Arg(t) for t in node.inputs[2:])),
                 push=pack_push(m // width),
                 groups=(ceil_div(m // width, wg), n, 1),

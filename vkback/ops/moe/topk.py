@@ -65,7 +65,7 @@ def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequ
     defines: Defines = {**reduce, **extra, "PER_THREAD": choice["per_thread"]}
     name = node.name
     return Dispatch(
-        kernel=Variant("topk/argmax.comp", tuple(sorted(defines.items())), subgroup),
+        kernel=Variant.of("topk/argmax.comp", defines, subgroup_size=subgroup),
         args=(
             Arg(logits),
             Arg(Tensor(f"{name}.partial", "I32", (n, groups, 2)), "rw"),
@@ -318,7 +318,7 @@ class TopkMoe(Op):
             raise PlanError(f"[topk] {node.name}: {n_expert} experts need {need} bytes of shared memory, {ctx.caps.name} has {room}")
         return [
             Dispatch(
-                kernel=Variant("topk/router.comp", tuple(sorted(defines.items())), subgroup),
+                kernel=Variant.of("topk/router.comp", defines, subgroup_size=subgroup),
                 args=(Arg(logits), Arg(node.outputs[0], "w"), Arg(node.outputs[1], "w"), *map(Arg, node.inputs[1:])),
                 push=pack_push(n, float(node.params["scale"])),
                 groups=spread(n),

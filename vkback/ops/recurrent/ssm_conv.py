@@ -110,7 +110,7 @@ class SsmConv(Op):
         def dispatch(store: int, args: tuple[Arg, ...], rows: int, moved: int) -> Dispatch:
             defines = {"WG_SIZE": wg, "TAPS": taps, "BIAS": len(bias), "STORE": store}
             return Dispatch(
-                Variant("ssm/conv.comp", tuple(sorted(defines.items()))),
+                Variant.of("ssm/conv.comp", defines),
                 args,
                 push,
                 (across, rows, 1),

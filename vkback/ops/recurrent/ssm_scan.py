@@ -155,7 +155,7 @@ class _Scan(Op):
         states = (state,) if conv is None else (state, conv)
         weights = sum(nbytes(t) for t in rest if t.kind == "weight")
         return Dispatch(
-            kernel=Variant("ssm/scan.comp", tuple(sorted(defines.items())), subgroup),
+            kernel=Variant.of("ssm/scan.comp", defines, subgroup_size=subgroup),
             args=(Arg(zx), *map(Arg, rest), Arg(pos), *(Arg(t, "rw") for t in states), Arg(y, "w")),
             push=pack_push(n, heads.width),
             groups=(ceil_div(heads.dim, rows), heads.n, 1),

@@ -83,7 +83,7 @@ class MlaRopeSetRows(Op):
         gz = ceil_div(n, MAX_GROUPS_X)
         return [
             Dispatch(
-                Variant("rope/latent.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("rope/latent.comp", defines, subgroup_size=subgroup),
                 (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)),
                 pack_push(n, n_ctx, float(params.get("eps", 0.0))),
                 (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),

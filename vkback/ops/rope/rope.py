@@ -112,7 +112,7 @@ def _dispatch(node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg],
     rows = heads.n * total * heads.dim
     groups = (ceil_div(total, per_group), ceil_div(heads.n, gz), gz)
     return Dispatch(
-        Variant("rope/rope.comp", tuple(sorted(values.items())), subgroup),
+        Variant.of("rope/rope.comp", values, subgroup_size=subgroup),
         tuple(args),
         pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0))),
         groups,
@@ -256,7 +256,7 @@ class RopeAngles(Op):
         defines: dict[str, str | int] = {"WG_SIZE": wg, "FACTORS": len(factors), **rope_angles.defines(node.params)}
         return [
             Dispatch(
-                Variant("rope/angles.comp", tuple(sorted(defines.items()))),
+                Variant.of("rope/angles.comp", defines),
                 (Arg(pos), Arg(out, "w"), *map(Arg, factors)),
                 pack_push(count),
                 spread(ceil_div(count, wg)),

@@ -111,7 +111,7 @@ class PenaltiesOp(Op):
         y = node.outputs[0]
         return [
             Dispatch(
-                kernel=Variant("sample/penalties.comp", (*((("MASKED", 1),) if masks else ()), ("WG_SIZE", wg))),
+                kernel=Variant.of("sample/penalties.comp", ({"MASKED": 1} if masks else {}) | {"WG_SIZE": wg}),
                 args=(Arg(logits), Arg(bias), Arg(seen, "rw"), Arg(loop), Arg(tokens), Arg(pos), Arg(y, "w"), *map(Arg, masks)),
                 push=pack_push(vocab, n_ctx),
                 groups=(ceil_div(vocab, wg), 1, 1),

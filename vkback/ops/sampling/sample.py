@@ -196,7 +196,7 @@ class Sample(Op):
         def step(source: str, ticket: int, args: tuple[Arg, ...], defines: Defines) -> Dispatch:
             every: Defines = {**defines, "WG_SIZE": wg, "PER_THREAD": choice["per_thread"], "TICKET": ticket, "LOOP_BIND": len(args)}
             return Dispatch(
-                kernel=Variant(source, tuple(sorted(every.items())), subgroup if defines else None),
+                kernel=Variant.of(source, every, subgroup_size=subgroup if defines else None),
                 args=(*args, *state),
                 push=pack_push(vocab, capacity),
                 groups=(ceil_div(vocab, wg * choice["per_thread"]), 1, 1),

@@ -37,7 +37,7 @@ def _launch(node: Node, ctx: LowerContext, x: Tensor, y: Tensor, rows: int, colu
     wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
     groups = spread(ceil_div(columns, wg) * blocks * outer)
     return Dispatch(
-        Variant("sums/columns.comp", (("WG_SIZE", wg),)),
+        Variant.of("sums/columns.comp", {"WG_SIZE": wg}),
         (Arg(x), Arg(y, "w")),
         pack_push(rows, columns, block, blocks, outer),
         groups,

@@ -54,7 +54,7 @@ def _row_kernel(node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg],
     wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
     more, subgroup = reduction(ctx.caps, wg)
     return Dispatch(
-        Variant(shader, tuple(sorted({**defines, **more}.items())), subgroup),
+        Variant.of(shader, {**defines, **more}, subgroup_size=subgroup),
         tuple(args),
         pack_push(rows, dim),
         spread(rows),
@@ -149,7 +149,7 @@ class CrossEntropyLoss(Op):
                 node, ctx, "training/cross_entropy.comp", (Arg(logits), Arg(targets), Arg(of_rows, "w"), Arg(lse, "w")), logits, defines
             ),
             Dispatch(
-                Variant("training/mean_loss.comp", tuple(sorted({**reduce, **defines}.items())), subgroup),
+                Variant.of("training/mean_loss.comp", {**reduce, **defines}, subgroup_size=subgroup),
                 (Arg(of_rows), Arg(targets), Arg(loss, "w")),
                 pack_push(rows, logits.shape[-1]),
                 (1, 1, 1),

@@ -92,14 +92,14 @@ def lower_product(node: Node, ctx: LowerContext, a: Tensor, b: Tensor, y: Tensor
         stride = product.m if product.transposed else product.k
         push = pack_push(product.m, product.n, product.k, stride, 0, int(add), product.n2, product.r2, product.r3)
         args = (Arg(b), Arg(a), Arg(y, "rw" if add else "w"))
-        return [_by_shuffles(node, Variant("gemm_f32/gemm_lanes.comp", _sorted(own), required), args, push, product, source)]
+        return [_by_shuffles(node, Variant.of("gemm_f32/gemm_lanes.comp", own, subgroup_size=required), args, push, product, source)]
     splits, each = (1, ceil_div(product.k, depth) * depth) if add else splits_of(product, tile, depth)
     into = y if splits == 1 else Tensor(f"{y.name}.splits", "F32", (splits, product.m * product.n))
     defines: Defines = {"TM": tile[0], "TN": tile[1], "DEPTH": depth, "A_TRANSPOSED": int(product.transposed)}
     stride = product.m if product.transposed else product.k
     push = pack_push(product.m, product.n, product.k, splits, each, stride, 0, int(add), 0, product.n2, product.r2, product.r3)
     args = (Arg(b), Arg(a), Arg(into, "rw" if add else "w"))
-    kernel = Variant("gemm_f32/gemm.comp", _sorted(defines))
+    kernel = Variant.of("gemm_f32/gemm.comp", defines)
     dispatches = [_launch(node, kernel, args, push, product, tile, product.batches * splits, source)]
     if splits > 1:
         dispatches += column_sums(node, ctx, into, y, splits, product.m * product.n)
@@ -117,7 +117,7 @@ def lower_product_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor,
     lanes, required, source = shuffle_lanes(ctx, Product(m, n, k))
     if lanes:
         own = {"LANES": lanes, "VECTORS": vectors_of(m, lanes), "A_TRANSPOSED": 0, **decoder_of(w.type, n, ctx)}
-        kernel = Variant("gemm_f32/gemm_weight_lanes.comp", _sorted(own), required)
+        kernel = Variant.of("gemm_f32/gemm_weight_lanes.comp", own, subgroup_size=required)
         dispatches = []
         for i, part in enumerate(parts):
             push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, k, part.row0, int(i > 0))
@@ -127,7 +127,7 @@ def lower_product_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor,
     splits = [splits_of(Product(m, n, part.rows), tile, depth) for part in parts]
     total = sum(count for count, _ in splits)
     into = y if total == 1 else Tensor(f"{y.name}.splits", "F32", (total, m * n))
-    kernel = Variant("gemm_f32/gemm_weight.comp", _sorted(defines))
+    kernel = Variant.of("gemm_f32/gemm_weight.comp", defines)
     dispatches, slot = [], 0
     for i, (part, (count, each)) in enumerate(zip(parts, splits, strict=True)):
         push = pack_push(*weight_push(w.type, part.layout, n), m, n, part.rows, count, each, k, part.row0, 0, slot)
@@ -135,10 +135,6 @@ def lower_product_by_weight(node: Node, ctx: LowerContext, a: Tensor, w: Tensor,
         dispatches.append(_launch(node, kernel, args, push, Product(m, n, part.rows), tile, count, source))
         slot += count
     return dispatches if total == 1 else [*dispatches, *column_sums(node, ctx, into, y, total, m * n)]
-
-
-def _sorted(defines: Defines) -> tuple[tuple[str, str | int], ...]:
-    return tuple(sorted(defines.items()))
 
 
 def _by_shuffles(node: Node, kernel: Variant, args: tuple[Arg, ...], push: bytes, product: Product, source: str) -> Dispatch:

@@ -66,7 +66,7 @@ class GetRowsBack(Gradient):
             *copies,
             *zeros,
             Dispatch(
-                Variant("rows/get_rows_back.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("rows/get_rows_back.comp", defines, subgroup_size=subgroup),
                 (Arg(plain), Arg(ids), Arg(table, "rw")),
                 pack_push(n, k, rows, float(node.params.get("scale", 1.0))),
                 (ceil_div(k, wg), ceil_div(n, gz), gz),

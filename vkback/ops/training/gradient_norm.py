@@ -60,7 +60,7 @@ class SumSquares(Op):
     ) -> Dispatch:
         defines, subgroup = reduction(ctx.caps, wg)
         return Dispatch(
-            Variant("training/sum_squares.comp", tuple(sorted({**defines, "LAST": last}.items())), subgroup),
+            Variant.of("training/sum_squares.comp", {**defines, "LAST": last}, subgroup_size=subgroup),
             (x, y),
             pack_push(*push),
             (groups, 1, 1),
@@ -117,7 +117,7 @@ class ClipScale(Op):
             raise PlanError(f"[{self.name}] {node.name}: {', '.join(map(str, (*node.inputs, *node.outputs)))}: expected one value each")
         args = (Arg(node.inputs[0]), *(Arg(t, "w") for t in node.outputs))
         push = pack_push(float(node.params["max_norm"]))
-        kernel = Variant("training/clip_scale.comp", ())
+        kernel = Variant.of("training/clip_scale.comp")
         return [Dispatch(kernel, args, push, (1, 1, 1), node.op, node.name, "one thread", nbytes=12, flops=3)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

@@ -52,7 +52,7 @@ class _Back(Gradient):
         defines, subgroup = reduction(ctx.caps, wg)
         defines |= {"CENTER": int(self.center)} | ({} if weight is None else {"WEIGHT": weight})
         return Dispatch(
-            Variant(shader, tuple(sorted(defines.items())), subgroup),
+            Variant.of(shader, defines, subgroup_size=subgroup),
             tuple(args),
             pack_push(rows, dim, float(node.params["eps"])),
             spread(rows),
@@ -170,7 +170,7 @@ class _WeightBack(_Back):
         dispatches = [
             self._row_kernel(node, ctx, "norm/row_scale.comp", (Arg(x), Arg(scale, "w")), None),
             Dispatch(
-                Variant("norm/weight_back.comp", (("CENTER", int(self.center)), ("WG_SIZE", wg))),
+                Variant.of("norm/weight_back.comp", {"CENTER": int(self.center), "WG_SIZE": wg}),
                 (Arg(dy), Arg(x), Arg(scale), *(Arg(t, "w") for t in sums)),
                 pack_push(rows, dim, block),
                 (ceil_div(dim, wg), blocks, 1),

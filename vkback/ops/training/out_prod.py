@@ -81,7 +81,7 @@ class OutProd(Op):
         choice = ctx.tuning.pick("elementwise", elements=columns)
         wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
         return Dispatch(
-            Variant("gemm_f32/out_prod_small_k.comp", (("WG_SIZE", wg),)),
+            Variant.of("gemm_f32/out_prod_small_k.comp", {"WG_SIZE": wg}),
             (Arg(a), Arg(b), Arg(node.outputs[0], "rw" if add else "w")),
             pack_push(columns, rows, product.k, product.n2, product.r2, product.r3, int(add)),
             (ceil_div(columns, wg), ceil_div(rows, 8), product.batches),

@@ -55,7 +55,7 @@ class SoftMaxBack(Gradient):
         defines, subgroup = reduction(ctx.caps, wg)
         return [
             Dispatch(
-                Variant("soft_max/back.comp", tuple(sorted(defines.items())), subgroup),
+                Variant.of("soft_max/back.comp", defines, subgroup_size=subgroup),
                 (Arg(dy), Arg(y), Arg(dx, "w")),
                 pack_push(rows, dim, float(node.params.get("scale", 1.0))),
                 spread(rows),
