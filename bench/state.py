@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def forks_are_apart(engine: Engine, start: Snapshot, last: int, sampler: Sampler, tokens: int = 24) -> bool:
-    """Whether two texts that begin with the same state are what each is alone, when both go on by turns of a third."""
+    """Whether two forks of one state give the text each gives alone, when stepped alternately."""
     samplers = [replace(sampler, seed=seed) for seed in (2, 3)]
     alone = []
     for one in samplers:

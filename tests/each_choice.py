@@ -1,10 +1,10 @@
 """Which tests are marked `exhaustive`: those that only cross what others run, too. `make test` leaves them out.
 
 Of a test on a device (marked `vulkan`) that is parametrized, the others are chosen by each-choice coverage: as few as hold each value of
-each of its parameters, once without cooperative matrices, which many devices lack, and once with them where the test has both. So a row
-of a table is a value as a whole, and a table without a second one beside it, such as the messages of errors, is never thinned out. An op's
-case has as its values the parameters of its line, of whole numbers their class (`class_of`). A type of weights counts for each way of
-computing (WAYS), and there once for a token and once for several.
+each of its parameters, once without cooperative matrices, which many devices lack, and once with them where the test has both. A
+`parametrize` row counts as one value, so a test with a single parametrize is never reduced. An op's case has as its values the parameters
+of its line, of whole numbers their class (`class_of`). A type of weights counts for each kernel and activation type (KERNELS), and there
+once for a token and once for several.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class Prompts:
 
     plan  (tokens, head) -> schedule of a program
     bind  (schedule, inputs by name, memory for activations) -> program; may raise OutOfDeviceMemory
-    rescale  (overflow words with what they hold, rows of the caches that are filled) -> earlier tokens, from row 0 on, that must run once
-             more. From then on `plan` scales those activations so that f16 holds them
+    rescale  (overflow words with what they hold, filled rows of the caches) -> plans with smaller f16 scales from now on; returns how many
+             tokens to recompute first, from row 0 on
     use_barriers  (why) -> from then on `plan` gives barriers between all stages
     All programs share one block of memory for activations, as large as the largest used so far needs.
 

@@ -58,7 +58,7 @@ class _Run:
     tensor     of the file; None: rows row0..row0 + rows of the weight, gathered by the host and padded
     begin      byte of the file's tensor at which they begin
     nbytes     of them, without zeros up to a whole group
-    first      number of the first group in the shard; of rows in turn, in the run
+    first      index of its first group in the shard (interleaved rows: in the run)
     in_turn    row_groups, row_step and row_first of the shader; zeros where rows are not interleaved
     """
 

@@ -30,8 +30,8 @@ from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows
 
 LOGIT_DEVIATIONS = 8
-"""By how many expected rms errors of the logits two experts may be apart that a device takes for each other: each is four deviations off,
-towards the other. Of 128 experts in 48 layers one in 10^4 is that far off in one of them."""
+"""Two experts may swap if their logits differ by less than this many rms errors: each can be four sigma off. Of 128 experts in 48 layers
+one in 10^4 is that far off in one of them."""
 
 MIN_ERROR = 1e-6
 """Of a router's logits, in times their rms: what f32 arithmetic alone does to a product over thousands of values."""
@@ -298,7 +298,7 @@ def inputs_of(node: Node, values: Mapping[str, Array], weights: Weights) -> list
 
 
 def _of_op(node: Node, inputs: list[Array], ctx: LowerContext | None) -> list[Array]:
-    """By the op's reference; with ctx by that of x rounded to Q8_1, or of weights and x rounded to F16, where kernels do that."""
+    """The reference output; with `ctx`, computed on inputs rounded as this device's kernel rounds them (Q8_1 or f16)."""
     op = OPS[node.op]
     if ctx is not None:
         found = op.rounded(inputs, node, ctx)

@@ -278,7 +278,7 @@ def run_in_processes(
 
 @contextmanager
 def blocked_interrupts() -> Iterator[None]:
-    """Processes that are started meanwhile are not told of Ctrl-C, which a terminal tells to all; this one is told afterwards."""
+    """Child processes start with SIGINT blocked; a Ctrl-C that arrives meanwhile is delivered afterwards."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -1,4 +1,5 @@
-"""Operands of any plain type that lie anyhow, for ops whose kernels take F32 (or I32) rows one after the other (shaders/copy/general.comp).
+"""Operands of any scalar type and any strides, for ops whose kernels take F32 (or I32) rows one after the other
+(shaders/copy/general.comp).
 
 A node may say in its param `views` which inputs are views: {index: View}, and may have inputs and outputs of any type of VALUE_BYTES. An
 op's `lower` asks `is_general` first; `lower_general` copies such inputs into place, runs the op's own kernel, and converts its output. The

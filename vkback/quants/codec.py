@@ -43,7 +43,7 @@ class Weave:
 
 
 class Limit(NamedTuple):
-    """Blocks of which the unsigned integer of `nbytes` bytes at byte `at`, of that the bits of `mask`, is `least` or more."""
+    """Matches a block if `read_uint(block, at, nbytes) & mask >= least`."""
 
     at: int
     nbytes: int

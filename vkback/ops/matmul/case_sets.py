@@ -17,7 +17,7 @@ from vkback.ops.matmul.linear_node import INT_QUANTS, QUANTS
 
 LAYER_NORM = ("norm", "norm_bias")
 POST_NORM = ("norm", "post_norm", "post_residual")
-"""Roles of a layer norm in the prologue, and of a norm behind the addition of a normed x."""
+"""Roles of a fused layer norm, and of a fused post-norm + residual + norm."""
 
 
 def quick_fused() -> Iterator[Case]:

@@ -94,8 +94,8 @@ class Gemm:
     """y = x w^T, or with `transposed` y = x w, and what is done to it before it is stored.
 
     w         weight [m, k], or [n_expert, m, k] with a route; transposed: [k, m]
-    x         F32 or Q8_1 [rows, k], or F16 as `packed` has it; with a route a row a token (x_shared slots share it) or a row a slot
-              (x_shared 1)
+    x         F32 or Q8_1 [rows, k], or F16 as `packed` has it; with a route: one row per token, shared by `x_shared`
+              experts, or one row per (token, expert)
     y         F32 or Q8_1 [n, rows_total], or F16 as `packed` has it; rows y_row0.. are this product's
     n         columns: tokens, or with a route slots
     bias      F32 [m], or of all experts end to end
@@ -111,7 +111,7 @@ class Gemm:
     units         a further output: y in unit order, each row times its weight units_norm F32 [m]
     y_squares  a further output, F32 [n, parts]: sums of squares of each column of y
     squares       such sums of x, whose columns are then divided by their rms, with eps
-    heads         its rows are heads, and go where this says; y is then nobody's, and y_row0 the first row among those of all heads
+    heads         Q, K and V heads: where to store them. y is unused; y_row0 counts rows over all heads
     """
 
     w: Tensor

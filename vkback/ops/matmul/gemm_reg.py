@@ -53,8 +53,8 @@ def shared_bytes(shape: GemmShape, lanes: int) -> int:
 
 
 def lane_units(quant: str, row_lanes: int) -> int:
-    """Units of a row that a lane takes a step: so many that the lanes of a row have eight, which share their scales, but of types of more
-    than 40 bytes a unit one, for those take more registers than a lane can spare."""
+    """Units that a lane loads per step. Two where a row has 4 lanes or fewer, so that the lanes of a row cover the eight units that share a
+    scale block; one for types above 40 bytes a unit, which would spill."""
     bytes_of_unit = quants.quant(quant).row_bytes(256) / 8
     return max(1, min(2, 8 // row_lanes)) if bytes_of_unit <= 40 else 1
 

@@ -29,8 +29,8 @@ Prologue = Literal["none", "norm", "copy"]
 Prefetch = Literal["none", "weights", "weights+x"]
 """Software prefetch into registers: as soon as a unit is used, its registers are loaded with that of the next chunk."""
 Scales = Literal["weights", "sums", "levels", "levels_bfe"]
-"""Float path: scales multiply every weight, or the sums of a unit's products with whole numbers; "levels": the latter, of numbers looked up
-in shared memory; "levels_bfe": by codes that are bit fields, not bytes."""
+"""Float path. "weights": scale each weight; "sums": accumulate in integers, scale the sum; "levels": the same with numbers looked up in
+shared memory; "levels_bfe": by codes that are bit fields, not bytes."""
 BitSwap = Literal["xor", "differences", "masks"]
 """How a step of turning planes of bits into bytes selects bits; number i is word i of SWAP_BITS in shaders/quant/bit_planes.glsl."""
 LaneOrder = Literal["strided", "blocked"]
@@ -338,7 +338,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
 
 
 def _scales(choice: Choice, quant: str, path: Path) -> Scales:
-    """The tables' way as far as a type has it."""
+    """The tables' `scales`, or the nearest mode this type supports."""
     wanted: Scales = choice.params.get("scales", "weights")
     if path != "float" or quant not in INT_QUANTS:
         return "weights"

@@ -37,7 +37,7 @@ LIES = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_
 
 
 def lie_elsewhere(params: Mapping[str, Any]) -> list[str]:
-    """Which parameters make operands lie otherwise than a weight and its tokens do."""
+    """Parameters that give the operands a non-default memory layout."""
     return [key for key, value in params.items() if value != {**LIES, "plain": 0}.get(key, value)]
 
 

@@ -50,7 +50,7 @@ class LinearRopeSetRows(Op):
 
     params  parts: the LINEAR nodes that fill one packed tensor with the heads of Q, K and V; store: the QKV_ROPE_SET_ROWS of it. The
             angles (ROPE_ANGLES) are its own, where its n_dims is not 0
-    Where the products cannot do it all, products and store are what it was made of.
+    Falls back to the original products and QKV_ROPE_SET_ROWS if the kernel cannot fuse them.
     """
 
     name = "LINEAR_ROPE_SET_ROWS"

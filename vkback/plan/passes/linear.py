@@ -171,8 +171,8 @@ def _bindings(gemv: Node) -> int:
 
 
 def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """RMS_NORM_MUL_ADD whose result GEMVs norm in their prologue: they make it themselves, all before that norm. The first of them
-    stores it for who else reads it, which is behind them."""
+    """Move a post-norm and its residual into the prologue of the products that norm the result. The first product also writes the sum,
+    for later readers."""
     index = Index(nodes, outputs)
     for post in [n for n in nodes if n.op == "RMS_NORM_MUL_ADD"]:
         x, w, residual = post.inputs

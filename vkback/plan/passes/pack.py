@@ -52,8 +52,7 @@ class Reader:
 
     @property
     def order(self) -> tuple[str, int]:
-        """("", 0) if columns are tokens; else the route they follow and the columns of its tiles. For coop_reg: unit order, and the columns
-        of a matrix."""
+        """Column order: ("", 0) dense; (route name, tile_n) grouped; ("units", matrix columns) for coop_reg."""
         if self.shape.way == "coop_reg":
             return "units", self.shape.matrix[1]
         return (self.gemv.route.name, self.shape.tile_n) if self.gemv.route else ("", 0)
