@@ -31,7 +31,7 @@ from vkback.models.synth import write_outline
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention import train as attention_train
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul import gemm as gemm
+from vkback.ops.matmul import gemm
 from vkback.paths import builtin_models, shader_root, tuning_root
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule

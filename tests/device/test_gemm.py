@@ -24,7 +24,7 @@ from vkback.ops.attention.flash import FlashAttnExt, prompt_job
 from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul import gemm as gemm
+from vkback.ops.matmul import gemm
 from vkback.ops.matmul import pack as gemm_pack
 from vkback.ops.matmul import route as gemm_route
 from vkback.ops.matmul.gemm_problem import Gemm, GemmShape, Way, default_shape

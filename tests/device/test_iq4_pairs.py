@@ -18,7 +18,7 @@ from vkback.ops.case import Array, Case
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul import gemm as gemm
+from vkback.ops.matmul import gemm
 from vkback.ops.matmul.gemv import GemvConfig
 from vkback.ops.matmul.linear_cases import MATRICES, REGISTERS, fused_case, mul_mat_case
 from vkback.ops.op import OPS

@@ -19,7 +19,7 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.general import random_values
 from vkback.ops.ggml_words import FLOATS, Four, one_of_types, sized, type_word
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul import batched as batched
+from vkback.ops.matmul import batched
 from vkback.ops.matmul.case_sets import (
     BASE,
     full_mul_mat,

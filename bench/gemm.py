@@ -31,8 +31,7 @@ from vkback.ops.codebooks import in_pairs
 from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul import gemm as gemm
-from vkback.ops.matmul import gemm_reg
+from vkback.ops.matmul import gemm, gemm_reg
 from vkback.ops.matmul import pack as gemm_pack
 from vkback.ops.matmul import route as gemm_route
 from vkback.ops.matmul.gemm_problem import Gemm, GemmShape, Way, default_shape
