@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vkback.errors import VkbackError
+from vkback.events import TO_MEND, log
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -62,7 +63,7 @@ def builtin_models() -> list[Path]:
 
 def builtin_model(name: str) -> Path:
     """A built-in model by its whole name, with or without the type: "demo-dense", "demo-dense-Q4_K_M". What one such name alone begins with
-    does, too; then a line on stderr says which it is.
+    does, too; then a line of the log says which it is.
 
     Raises MissingFileError naming the models there are, or those that the name may mean.
     """
@@ -74,7 +75,7 @@ def builtin_model(name: str) -> Path:
     meant = [known for known in names if asked and known.startswith(asked)]
     short = [known for known in meant if known not in stems] or meant
     if len(short) == 1:
-        print(f"vkback: {name} is the built-in model {names[short[0]].stem}", file=sys.stderr)
+        log.info("%s is the built-in model %s", name, names[short[0]].stem)
         return names[short[0]]
     if meant:
         raise MissingFileError(f"{name!r} may be any of the built-in models {', '.join(p for p in meant if p in stems)}; give a whole name")
@@ -216,22 +217,23 @@ def write_atomic(path: Path, data: bytes) -> bool:
 
 
 def write_cache(path: Path, data: bytes) -> None:
-    """Write a file of a cache, which may be lost: that is told once on stderr, since what it saves is then made anew on every run."""
+    """Write a file of a cache, which may be lost: that is logged once, since what it saves is then made anew on every run."""
     error = _refusal(path, data)
     if error is None or _told:
         return
     _told.append(True)
     folder = cache_dir()
     where = folder if path.is_relative_to(folder) else path.parent
-    print(
-        f"vkback: warning: nothing can be kept in the cache {where}: {reason(error)}; kernels are made anew on every run. Give a "
-        "folder that can be written by VKBACK_CACHE",
-        file=sys.stderr,
+    log.warning(
+        "nothing can be kept in the cache %s: %s; kernels are made anew on every run. Give a folder that can be written by VKBACK_CACHE",
+        where,
+        reason(error),
+        extra=TO_MEND,
     )
 
 
 _told: list[bool] = []
-"""Not empty once stderr has the warning of `write_cache`."""
+"""Not empty once the warning of `write_cache` is logged."""
 
 
 def _refusal(path: Path, data: bytes) -> OSError | None:

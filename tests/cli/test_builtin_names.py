@@ -25,17 +25,19 @@ from vkback.models.naming import model_title
         ("demo-dense-Q4_K_M.gguf", "demo-dense-Q4_K_M.gguf"),
     ],
 )
-def test_whole_names_are_taken_in_silence(name: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_names_are_taken_in_silence(name: str, file: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vkback")
     assert paths.builtin_model(name).name == file
-    assert capsys.readouterr().err == ""
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
     ("name", "stem"), [("demo-d", "demo-dense-Q4_K_M"), ("demo-m", "demo-moe-MXFP4_MOE"), ("demo-dense-Q4", "demo-dense-Q4_K_M")]
 )
-def test_the_beginning_of_one_name_is_told(name: str, stem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_beginning_of_one_name_is_told(name: str, stem: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vkback")
     assert paths.builtin_model(name).stem == stem
-    assert capsys.readouterr().err == f"vkback: {name} is the built-in model {stem}\n"
+    assert caplog.messages == [f"{name} is the built-in model {stem}"]
 
 
 @pytest.mark.parametrize("name", ["d", "demo", "demo-"])
@@ -49,11 +51,11 @@ def test_the_beginning_of_several_names_is_refused(name: str, monkeypatch: pytes
 
 
 @pytest.mark.vulkan
-def test_a_context_beyond_the_trained_one_is_told_in_a_line(tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_context_beyond_the_trained_one_is_told_in_a_line(tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture) -> None:
     path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata() | {"tokenizer.ggml.model": "no_vocab"}, llama_tensors())
-    for ctx, said in ((32, ""), (33, "vkback: a context of 33 tokens, but the model was trained on 32: expect nothing of text beyond\n")):
+    for ctx, said in ((32, []), (33, ["a context of 33 tokens, but the model was trained on 32: expect nothing of text beyond"])):
         vkback.load(path, ctx=ctx).close()
-        assert capsys.readouterr().err == said
+        assert caplog.messages == said
 
 
 def test_a_title_has_the_file_s_name_and_its_true_parameters(tmp_path: Path) -> None:

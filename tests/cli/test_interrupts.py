@@ -251,7 +251,7 @@ def test_a_compiler_that_is_stopped_is_not_started_again(tmp_path: Path) -> None
 
 
 @unix
-def test_a_compiler_that_cannot_be_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_compiler_that_cannot_be_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     glslc = tmp_path / "glslc"
     monkeypatch.setattr(compiler, "shared_library", lambda: None)
     monkeypatch.setattr(compiler, "program_path", lambda: str(glslc))
@@ -260,7 +260,7 @@ def test_a_compiler_that_cannot_be_run_is_none(tmp_path: Path, monkeypatch: pyte
         glslc.write_text(text)
         glslc.chmod(0o755)
         assert compiler.find_compiler.__wrapped__() is None
-        assert capsys.readouterr().err == f"vkback: {glslc} is not used, for it cannot be run: {why}\n"
+        assert caplog.messages[-1] == f"{glslc} is not used, for it cannot be run: {why}"
 
 
 def test_the_wait_for_a_compiler_is_counted_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,14 +204,14 @@ def large_weights(path: Path) -> Path:
 
 @pytest.mark.vulkan
 def test_a_model_of_large_weights(
-    tmp_path: Path, device: Device, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without("coop_mat", device.caps)
     path, ids = large_weights(tmp_path / "large.gguf"), some_ids(40)
     want = NumpyTwin(path).logits(ids)
     with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
         assert nmse(engine.prompt_logits(ids), want) <= WAY_NMSE["coop_mat"]
-        (said,) = capsys.readouterr().err.splitlines()
+        (said,) = caplog.messages
         assert said.endswith("prompts take no matrices for them (blk.0.ffn_gate.weight+blk.0.ffn_up.weight)")
         assert {"gemm/f32.comp", "gemm/coop_mat.comp"} <= kernels_of(engine, 32)
     monkeypatch.setattr(quants, "beyond_f16", lambda *_: False)
@@ -252,7 +252,7 @@ def replans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
 
 @pytest.mark.vulkan
 def test_a_model_of_massive_activations(
-    tmp_path: Path, device: Device, replans: list[dict[str, float]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, device: Device, replans: list[dict[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
     skip_without("coop_mat", device.caps)
     path, ids = massive(tmp_path / "massive.gguf", 1e4), some_ids(80)
@@ -264,7 +264,7 @@ def test_a_model_of_massive_activations(
         assert {name for seen in replans for name in seen} == {f"ffn_swiglu-{il}.f16.overflow" for il in (0, 1)}
         assert all(MIN_SCALE <= scale < 1 for scale in engine.ctx.f16_scales.values())
         count = len(replans)
-        said = [line for line in capsys.readouterr().err.splitlines() if "beyond the range of f16" in line]
+        said = [line for line in caplog.messages if "beyond the range of f16" in line]
         assert len(said) == count and "(ffn_swiglu-0.f16: 0.0" in said[0]
         engine.reset()
         assert nmse(engine.prompt_logits(ids), want) <= WAY_NMSE["coop_mat"]

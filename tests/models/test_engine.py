@@ -370,7 +370,7 @@ def test_barrier_free_stages_change_no_bit(name: str, engines: Engines, barrier_
 
 @pytest.mark.parametrize("submit", (0, 2))
 def test_tokens_after_a_spin_wait_that_timed_out_are_made_again(
-    submit: int, engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    submit: int, engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = next(iter(MODELS))
     want = generated(engines(name), 40)
@@ -381,11 +381,11 @@ def test_tokens_after_a_spin_wait_that_timed_out_are_made_again(
         assert generated(engine, 40) == want
         assert not engine.schedule().barrier_free
         assert engine.n_past == 40
-    assert "spin-wait timed out" in capsys.readouterr().err
+    assert "spin-wait timed out" in caplog.text
 
 
 def test_logits_after_a_spin_wait_that_timed_out_are_made_again(
-    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = next(iter(MODELS))
     want = engines(name).decode_logits(9)
@@ -393,11 +393,11 @@ def test_logits_after_a_spin_wait_that_timed_out_are_made_again(
         time_out(monkeypatch, at=2)  # the trial asks twice
         assert np.array_equal(engine.decode_logits(9), want)
         assert engine.n_past == 1
-    assert "spin-wait timed out" in capsys.readouterr().err
+    assert "spin-wait timed out" in caplog.text
 
 
 def test_a_device_whose_barrier_free_stages_give_other_bits_gets_barriers(
-    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    engines: Engines, barrier_free: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = next(iter(MODELS))
     want = generated(engines(name))
@@ -411,7 +411,7 @@ def test_a_device_whose_barrier_free_stages_give_other_bits_gets_barriers(
     with Engine.load(MODELS[name], engines.device, n_ctx=N_CTX, progress=False) as engine:
         assert generated(engine) == want
         assert not engine.schedule().barrier_free
-    assert "differ from those with barriers" in capsys.readouterr().err
+    assert "differ from those with barriers" in caplog.text
 
 
 @pytest.mark.vulkan

@@ -339,22 +339,22 @@ def test_one_slow_run_of_short_submits_is_not_enough(path: Path, device: Device,
 
 @pytest.mark.vulkan
 def test_a_kernel_too_long_for_a_submit_gets_fewer_tokens(
-    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with load(path, device) as engine:
         longest = max(dispatch_us(d, engine._prompts._costs) for d in engine._plans.prompt(64, "none").dispatches())
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", longest)
-        capsys.readouterr()
+        caplog.clear()
         engine.prompt(ids(513))
         assert engine.ubatch == 64
         assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
         assert all(max(r.predicted_us) <= longest + engine._prompts._costs.stage_us for r in engine._prompts._recordings.values())
-    assert capsys.readouterr().err.startswith("vkback: one kernel over 512 tokens of a prompt may take over ")
+    assert caplog.messages[0].startswith("one kernel over 512 tokens of a prompt may take over ")
 
 
 @pytest.mark.vulkan
 def test_a_program_beyond_a_limit_of_the_device_gives_way(
-    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when the largest storage buffer is too small for the activations of so many tokens."""
     with load(path, device) as engine:
@@ -370,7 +370,7 @@ def test_a_program_beyond_a_limit_of_the_device_gives_way(
         engine.prompt(ids(513))
         assert engine.ubatch == 128
         assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
-        assert "512 tokens of a prompt at a time exceed a limit of the device ([plan] 512 tokens); going on" in capsys.readouterr().err
+        assert "512 tokens of a prompt at a time exceed a limit of the device ([plan] 512 tokens); going on" in caplog.text
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_program_beyond_a_limit_of_the_device_gives_way(
 
 @pytest.mark.vulkan
 def test_too_little_memory_for_many_tokens_is_said_once_and_fewer_go_at_a_time(
-    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with load(path, device) as engine:
         most = engine._plans.prompt(128, "none").activation_bytes
@@ -395,8 +395,7 @@ def test_too_little_memory_for_many_tokens_is_said_once_and_fewer_go_at_a_time(
             engine.prompt(ids(513))
             assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
         assert engine.ubatch == 128
-        lines = capsys.readouterr().err.splitlines()
-        assert [line.split(";")[1] for line in lines if "no memory" in line] == [
+        assert [line.split(";")[1] for line in caplog.messages if "no memory" in line] == [
             " going on with 256 (--ubatch 256)",
             " going on with 128 (--ubatch 128)",
         ]

@@ -181,16 +181,17 @@ def test_selector_errors_list_what_there_is() -> None:
         select([], None)
 
 
-def test_software_only_is_taken_with_a_line_on_stderr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_software_only_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("VKBACK_DEVICE", raising=False)
     say_no_gpu.cache_clear()
     devices = two_gpus()[:1]
     assert select(devices, None) is devices[0]
-    assert capsys.readouterr().err == "vkback: no GPU found, running on the CPU: llvmpipe (LLVM 22.1.6, 256 bits)\n"
+    assert caplog.messages == ["no GPU found, running on the CPU: llvmpipe (LLVM 22.1.6, 256 bits)"]
+    caplog.clear()
     assert select(devices, None) is devices[0]
-    assert capsys.readouterr().err == "", "once is enough"
+    assert not caplog.messages, "once is enough"
     assert select(devices, 0) is devices[0]
-    assert capsys.readouterr().err == ""
+    assert not caplog.messages
 
 
 def test_the_better_driver_of_one_device_is_kept() -> None:

@@ -14,6 +14,7 @@ ROOT = Path(vkback.__file__).parent
 
 LAYERS = {
     "errors": 0,
+    "events": 0,
     "units": 0,
     "records": 0,
     "arrays": 0,

@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 
 from vkback import paths
 from vkback.cli.interrupts import interruptible
+from vkback.cli.log_lines import log_lines
 from vkback.cli.start import INTERRUPTED
 from vkback.errors import VkbackError, did_you_mean
 
@@ -211,7 +212,7 @@ def run(app: Callable[..., Any], prog: str) -> NoReturn:
     open_streams()
     code: Any = 0
     said = ""
-    with interruptible() as came:
+    with interruptible() as came, log_lines():
         try:
             code = app(prog_name=prog, standalone_mode=False)
             sys.stdout.flush()  # what could not be written is an error now, and not when the interpreter ends

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +28,7 @@ from vkback.device.driver import (
 )
 from vkback.device.errors import FeatureMissing, NoDevice, UnknownDevice
 from vkback.device.query import API_1_2, API_1_3, PhysicalDevice, read_physical_device
+from vkback.events import log
 from vkback.systems import how_to_get
 
 Validation = bool | Literal["sync"]
@@ -220,8 +220,8 @@ def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> Phy
 
 @cache
 def say_no_gpu(name: str) -> None:
-    """A line on stderr, once a process: a command may open a device for each model and setting."""
-    print(f"vkback: no GPU found, running on the CPU: {name}", file=sys.stderr)
+    """A warning, once a process: a command may open a device for each model and setting."""
+    log.warning("no GPU found, running on the CPU: %s", name)
 
 
 def no_hardware(caps: Capabilities) -> str:

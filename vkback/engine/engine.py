@@ -9,7 +9,6 @@ submits finish.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from vkback.engine.snapshot import Snapshot
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.engine.weights import REPACK_WAYS, LoadedWeights, RepackWay, WeightLoad
 from vkback.errors import VkbackError
+from vkback.events import log
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
@@ -174,12 +174,11 @@ class Engine:
                 raise
             opened = opening.result() if opening is not None else cast(Device, device)
         if unused := model.architecture.unused_keys:
-            print(f"vkback: {model.file.path}: metadata without a part in the text is not used: {', '.join(unused)}", file=sys.stderr)
+            log.warning("%s: metadata without a part in the text is not used: %s", model.file.path, ", ".join(unused))
         rows = n_ctx or model.default_n_ctx
         if rows > model.hp.n_ctx_train:
-            print(
-                f"vkback: a context of {rows} tokens, but the model was trained on {model.hp.n_ctx_train}: expect nothing of text beyond",
-                file=sys.stderr,
+            log.warning(
+                "a context of %d tokens, but the model was trained on %d: expect nothing of text beyond", rows, model.hp.n_ctx_train
             )
         try:
             engine = cls(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from vkback.engine.prompts import PromptHead, with_barriers
 from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_sampler
+from vkback.events import log
 from vkback.graph import Graph
 from vkback.models.builder import CacheTypes, Head
 from vkback.models.registry import Model
@@ -74,25 +74,26 @@ class Plans:
         self.ctx = replace(self.ctx, beyond_f16=weights, coarse=coarse)
         self._forget_prompts()
         if weights and matrix_shape(self.ctx.caps) is not None and self.ctx.act == "auto":
-            text = f"weights are beyond the range of f16: prompts take no matrices for them ({_few(sorted(weights))})"
-            print(f"vkback: {text}", file=sys.stderr)
+            log.warning("weights are beyond the range of f16: prompts take no matrices for them (%s)", _few(sorted(weights)))
 
     def rescale(self, overflowed: dict[str, float]) -> None:
         """Plan prompts anew, with scales that bring activations back into the range of f16. Raises F16RangeError where there are none."""
         before = self.ctx.f16_scales
         self.ctx = replace(self.ctx, f16_scales=rescaled(before, overflowed))
         changed = [f"{name}: {scale:g}" for name, scale in self.ctx.f16_scales.items() if before.get(name) != scale]
-        print(f"vkback: activations are beyond the range of f16: from now on they are scaled ({_few(changed)})", file=sys.stderr)
+        log.warning("activations are beyond the range of f16: from now on they are scaled (%s)", _few(changed))
         self._forget_prompts()
 
     def _forget_prompts(self) -> None:
         self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
 
     def _say_barriers(self, what: str, why: str) -> None:
-        print(
-            f"vkback: {self.ctx.caps.name}: {what} cannot run barrier-free ({why}), going on with barriers. "
+        log.warning(
+            "%s: %s cannot run barrier-free (%s), going on with barriers. "
             'To have them from the start: [[schedule]] with sync = "barrier" in a tuning table',
-            file=sys.stderr,
+            self.ctx.caps.name,
+            what,
+            why,
         )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
+from vkback.events import log
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.cost.forecast import cuts, dispatch_us, low_costs
@@ -463,4 +464,4 @@ class PromptBar:
 
 
 def _say(why: str, smaller: int) -> None:
-    print(f"vkback: {why}; going on with {smaller} (--ubatch {smaller})", file=sys.stderr)
+    log.warning("%s; going on with %d (--ubatch %d)", why, smaller, smaller)

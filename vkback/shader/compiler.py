@@ -16,6 +16,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
+from vkback.events import log
 from vkback.paths import cache_dir, write_cache
 from vkback.shader.errors import CompileError
 
@@ -240,7 +241,7 @@ def program_path() -> str | None:
 
 @cache
 def find_compiler() -> Compiler | None:
-    """libshaderc (a compile takes milliseconds), else glslc (a process each), else None. A glslc that cannot be run is a line on stderr."""
+    """libshaderc (a compile takes milliseconds), else glslc (a process each), else None. A glslc that cannot be run is a warning."""
     library = shared_library()
     if library is not None:
         return library
@@ -248,7 +249,7 @@ def find_compiler() -> Compiler | None:
     try:
         return GlslcProgram(path) if path else None
     except (OSError, CompileError) as e:
-        print(f"vkback: {path} is not used, for it cannot be run: {e.strerror if isinstance(e, OSError) else e}", file=sys.stderr)
+        log.warning("%s is not used, for it cannot be run: %s", path, e.strerror if isinstance(e, OSError) else e)
         return None
 
 

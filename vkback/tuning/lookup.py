@@ -8,13 +8,13 @@ default.toml.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vkback.device import Capabilities
+from vkback.events import TO_MEND, log
 from vkback.ops.family import FAMILIES, Choice, Chooser, Family, table_word
 from vkback.paths import tuning_root, user_tuning_root
 from vkback.tuning.row import Row, TuningError
@@ -166,11 +166,11 @@ _told: set[Path] = set()
 
 
 def _tell_unread(folder: Path, own: str) -> None:
-    """A line on stderr, once a process, for each table in a user's folder that no device reads."""
+    """A warning, once a process, for each table in a user's folder that no device reads."""
     for path in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
         if path not in _told and not path.name.startswith("device_"):
             _told.add(path)
-            print(f"vkback: warning: {path} is never read: the table of this device is called {own}", file=sys.stderr)
+            log.warning("%s is never read: the table of this device is called %s", path, own, extra=TO_MEND)
 
 
 def slug(name: str) -> str:

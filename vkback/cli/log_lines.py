@@ -1,0 +1,30 @@
+"""Lines of the library's log on stderr, as commands show them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vkback.events import log
+
+
+class LogLines(logging.Handler):
+    """Prints each record as a line `vkback: TEXT` on what stderr is at that moment: bars that are drawn there move below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"vkback: {'warning: ' * hasattr(record, 'to_mend')}{self.format(record)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Warnings and infos of vkback go to stderr meanwhile, and nowhere else twice."""
+    handler, level = LogLines(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
