@@ -17,7 +17,8 @@ from vkback.evaluate.judge import judge
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import Workbench, prepare, reference, run_case, run_problem
 from vkback.ops.attention import prompt as attention_prompt
-from vkback.ops.attention.flash import FlashAttnExt, prompt_shape
+from vkback.ops.attention.choice import prompt_shape
+from vkback.ops.attention.flash import FlashAttnExt
 from vkback.ops.case import Case, Problem
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext, PlanError

@@ -22,7 +22,8 @@ from vkback.graph import Tensor
 from vkback.harness import runner
 from vkback.harness.runner import run_case
 from vkback.harness.suite import Suite
-from vkback.ops.attention.flash import FlashAttnExt, prompt_shape
+from vkback.ops.attention.choice import prompt_shape
+from vkback.ops.attention.flash import FlashAttnExt
 from vkback.ops.case import Case, Problem
 from vkback.ops.f16_range import MIN_SCALE, F16RangeError, is_overflow_word, overflow_word, rescaled
 from vkback.ops.lowering import LowerContext

@@ -14,8 +14,8 @@ from vkback.graph import Node, Tensor
 from vkback.models import Model
 from vkback.ops.family import Choice, Chooser
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul import batched, linear, linear_heads
 from vkback.ops.matmul import choice as product_choice
-from vkback.ops.matmul import linear, linear_heads
 from vkback.ops.matmul.choice import ProductChoice, choose
 from vkback.ops.matmul.linear_node import LinearNode, weight
 from vkback.paths import builtin_model
@@ -44,7 +44,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(node.node.name)
         return choose(node, ctx)
 
-    for module in (product_choice, linear, linear_heads):
+    for module in (product_choice, linear, linear_heads, batched):
         monkeypatch.setattr(module, "choose", counted)
     return found
 
@@ -59,6 +59,7 @@ def test_a_plan_chooses_each_product_once(n: int, products: int, profile: str, m
     assert len(made) == products
     assert tables.asked["gemm"] <= (products if n > 1 else 0)
     assert tables.asked["gemv_path"] <= products
+    assert tables.asked["attention"] == 6
 
 
 @pytest.mark.parametrize("model", ["demo-dense", "demo-moe"])
@@ -87,7 +88,7 @@ def test_an_output_as_q8_1_is_what_would_be_chosen_for_it(glu: bool, n: int, pro
         return LinearNode.of(Node("LINEAR", (w, x), (Tensor("y", y, (n, 512 >> glu)),), {"roles": ("w", "x"), "glu": glu}))
 
     plain, q8_1 = choose(product("F32"), ctx), choose(product("Q8_1"), ctx)
-    got = plain.storing_q8_1(product("F32"))
+    got = plain.storing(product("Q8_1").node, ctx)
     assert (got.kernel, got.shape, got.rounds) == (q8_1.kernel, q8_1.shape, q8_1.rounds)
 
 
@@ -95,5 +96,7 @@ def test_a_choice_can_be_printed() -> None:
     ctx = planned_for("nvidia_h200_linux")
     nodes, ctx = fused_nodes(Model.open(builtin_model("demo-dense")).graph(512, 512, head="all"), ctx)
     texts = {str(node.choice) for node in nodes if node.op == "LINEAR"}
+    (attention,) = {str(node.choice) for node in nodes if node.op == "FLASH_ATTN_EXT"}
+    assert re.match(r"matrix \d+x\d+ for \d/\d heads of \d+, 512 tokens, rounds q to F16: nvidia\.toml", attention), attention
     said = re.compile(r"coop_mat \d+x\d+x64 for Q4_K 512x256, 512 tokens, .*rounds x to F16: nvidia\.toml")
     assert any(map(said.match, texts)), texts

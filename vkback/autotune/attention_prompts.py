@@ -26,7 +26,8 @@ from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import judge
 from vkback.graph import Node
-from vkback.ops.attention.flash import DECODE_TOKENS, prompt_shape
+from vkback.ops.attention.choice import prompt_shape
+from vkback.ops.attention.flash import DECODE_TOKENS
 from vkback.ops.case import Array, Problem
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch

@@ -8,7 +8,6 @@ not hide all that comes behind it.
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,11 +18,8 @@ from vkback import quants
 from vkback.engine.weight_rows import gather_rows, vector_values
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
-from vkback.ops.attention.flash import prompt_shape
 from vkback.ops.case import Array, Tolerance
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.choice import F16_TOLERANCE, choice_of
-from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.moe.router import linear_of, selection_bias
 from vkback.ops.moe.topk import order_of, topk_params
 from vkback.ops.op import OPS
@@ -35,9 +31,6 @@ one in 10^4 is that far off in one of them."""
 
 MIN_ERROR = 1e-6
 """Of a router's logits, in times their rms: what f32 arithmetic alone does to a product over thousands of values."""
-
-F16_WEIGHTS = F16_TOLERANCE.nmse / 4
-"""NMSE of a product by weights decoded in f16: a quarter of what the op is allowed, for a band of four times that."""
 
 ROUTERS = ("TOPK_MOE", "MOE_ROUTER")
 
@@ -304,37 +297,10 @@ def _of_op(node: Node, inputs: list[Array], ctx: LowerContext | None) -> list[Ar
         found = op.rounded(inputs, node, ctx)
         if found is not None:
             return [np.asarray(r) for r in found.outputs]
-        if node.op == "FLASH_ATTN_EXT" and attends_by_f16(node, ctx):
-            inputs = [_f16(inputs[0]), *inputs[1:]]
-        if node.op == "LINEAR" and by_f16(node, ctx):
-            inputs = [_f16(v) if role == "x" else v for role, v in zip(node.params["roles"], inputs, strict=True)]
-            return _with_f16_weights(node, inputs, [np.asarray(r) for r in op.reference(inputs, node.params)])
+        halved = op.as_f16(inputs, node, ctx)
+        if halved is not None:
+            return [np.asarray(r) for r in halved]
     return [np.asarray(r) for r in op.reference(inputs, node.params)]
-
-
-def by_f16(node: Node, ctx: LowerContext) -> bool:
-    """Whether a LINEAR is a GEMM by cooperative matrices, of which both operands are f16."""
-    return choice_of(LinearNode.of(node), ctx).rounds == "F16"
-
-
-def _with_f16_weights(node: Node, inputs: Sequence[Array], outputs: list[Array]) -> list[Array]:
-    """Outputs of a product whose weights were decoded in f16, with roundings that differ from type to type: seeded noise, so large that the
-    band of one product ends at the op's own tolerance."""
-    residual = next((np.asarray(v) for role, v in zip(node.params["roles"], inputs, strict=True) if role == "residual"), None)
-    y = np.asarray(outputs[0], np.float64)
-    made = y if residual is None else y - residual.reshape(y.shape)
-    noise = np.random.default_rng(zlib.crc32(node.name.encode())).standard_normal(y.shape)
-    return [y + noise * np.sqrt(F16_WEIGHTS * np.mean(np.square(made))), *outputs[1:]]
-
-
-def attends_by_f16(node: Node, ctx: LowerContext) -> bool:
-    """Whether queries go through cooperative matrices as f16."""
-    shape = prompt_shape(node, ctx)
-    return shape is not None and shape.way == "matrix"
-
-
-def _f16(x: Array) -> Array:
-    return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
 def _as_stored(t: Tensor, value: Array, before: Array | None) -> Array:

@@ -19,6 +19,11 @@ Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 
+def f16_values(x: Array) -> Array:
+    """Values rounded to F16, float64."""
+    return np.asarray(x).astype(np.float16).astype(np.float64)
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """nmse: error energy over the reference's energy; worst: largest |error| over the reference's rms. `reason` justifies both."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Rounded, Tolerance
@@ -37,6 +37,26 @@ class Tape(Protocol):
         """Add a node with several outputs."""
 
 
+@runtime_checkable
+class KernelChoice(Protocol):
+    """The kernel of a node, printable, as a plan keeps it (`Node.choice`): `Op.choose` makes it."""
+
+    @property
+    def kernel(self) -> str:
+        """Which kernel it is."""
+
+    @property
+    def source(self) -> str:
+        """The row of the tables that won, or what decided without one."""
+
+    @property
+    def rounds(self) -> str:
+        """What the kernel rounds F32 activations to; "" where it takes them as they are."""
+
+    def storing(self, node: Node, ctx: LowerContext) -> KernelChoice:
+        """The choice for the node with another type of output than it was made for."""
+
+
 class Op(ABC):
     """An op of the graph: all that is particular to it. docs/adding_an_op.md shows one.
 
@@ -66,9 +86,8 @@ class Op(ABC):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         """Dispatches that compute the node, in order; hazards between them follow from what they read and write."""
 
-    def choose(self, node: Node, ctx: LowerContext) -> object:
-        """The kernel of a node, as a printable value that a plan keeps on it (`Node.choice`) and all others read there; None where nothing
-        but the lowering wants to know."""
+    def choose(self, node: Node, ctx: LowerContext) -> KernelChoice | None:
+        """The kernel of a node; None where nothing but the lowering wants to know. A plan asks once, and all others read it there."""
         return None
 
     @abstractmethod
@@ -82,6 +101,11 @@ class Op(ABC):
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         """The reference of activations that the path `ctx` leads to rounds, rounded on the host as the device does it; None where it
         rounds none. Inputs as `reference` takes them."""
+        return None
+
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        """The reference of operands that the path `ctx` leads to takes as F16, rounded so; None where it takes none. Inputs as `reference`
+        takes them."""
         return None
 
     @abstractmethod

@@ -32,12 +32,13 @@ from vkback.graph import Node, Tensor
 from vkback.ops.attention import chain as attention_chain
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.cases import DecodeCases, FlashCases
+from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, v_dim
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
-from vkback.ops.case import Array, Case, Tolerance
+from vkback.ops.case import Array, Case, Tolerance, f16_values
 from vkback.ops.copies.rows import stored_rows
 from vkback.ops.cost import Cost, total
 from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
-from vkback.ops.family import POWERS, Choice, declare
+from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.gemm_reg import units_stride
@@ -46,33 +47,15 @@ from vkback.ops.rope import angles as rope_angles
 from vkback.ops.rope.rope import FREQUENCY, rotate_pairs
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
-from vkback.quants import UNIT
 from vkback.shader import Variant
 
 DECODE_TOKENS = 16
 """Up to this many tokens the rows of a long context are split among workgroups, and a workgroup takes as many tokens as the tables say;
 beyond, as many as it can, and nothing is split."""
 
-HEAD_SIZE_MULTIPLE = 8
-
 MAX_LOADS = 8
 """16-byte loads of K, and as many of V, that a thread holds: 64 registers; eight values of F32 take two. More spill, and take a CPU driver
 a minute to compile."""
-
-declare(
-    "attention",
-    match={"n": "number", "n_head": "number", "n_head_kv": "number", "head_dim": "number", "n_ctx": "number"},
-    params={
-        "wg_size": POWERS,  # threads of a workgroup
-        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of K
-        "steps": (1, 2, 4, 8),  # rows of K a thread holds at once
-        "queries": (1, 2, 4, 8, 16),  # (head, token) pairs that share the reads of a workgroup, at most
-        "tokens": (1, 2, 4, 8, 16),  # tokens of a workgroup at most, where there are few
-        "groups": "positive",  # workgroups wanted for one token when the context is full
-        "rows_per_split": "positive",  # rows below which a split is not worth its own workgroup
-        **attention_prompt.PARAMS,
-    },
-)
 
 
 @dataclass(frozen=True)
@@ -158,11 +141,6 @@ def shape_for(
         wg //= 2
 
 
-def v_dim(node: Node, cache_v: Tensor) -> int:
-    """Values of a row of V."""
-    return int(node.params.get("v_dim", cache_v.shape[2]))
-
-
 def further(node: Node) -> list[tuple[str, Tensor]]:
     """Optional inputs of a FLASH_ATTN_EXT by role: sinks, q_pe. Raises PlanError where a Q in two parts is no head of K."""
     rest = list(node.inputs[4:])
@@ -174,34 +152,6 @@ def further(node: Node) -> list[tuple[str, Tensor]]:
     if q_pe.shape[:2] != q.shape[:2] or rot % 4 or not 0 < hd - rot <= q.shape[2] or q.shape[2] % 4:
         raise PlanError(f"[attention] {node.name}: {q} and {q_pe} are no heads of {hd}; expected parts of whole fours, {hd} together")
     return [*extra, ("q_pe", q_pe)]
-
-
-def _check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_head: int) -> None:
-    """Raises PlanError where no kernel fits the heads, or the device cannot bind a cache."""
-    n_head_kv, _, hd = cache_k.shape
-    vd, pitch = v_dim(node, cache_v), cache_v.shape[2]
-    if hd % HEAD_SIZE_MULTIPLE or vd % HEAD_SIZE_MULTIPLE or pitch % HEAD_SIZE_MULTIPLE or not 0 < vd <= pitch:
-        raise PlanError(
-            f"[attention] {node.name}: {cache_k} and {vd} values a row of {cache_v}; expected head sizes, each a "
-            f"multiple of {HEAD_SIZE_MULTIPLE}"
-        )
-    for cache in (cache_k, cache_v):
-        if cache.type not in CACHE_TYPES or (cache.type in QUANTIZED and (cache.shape[2] % UNIT or hd % UNIT or vd % UNIT)):
-            kinds = " or ".join(QUANTIZED)
-            raise PlanError(f"[attention] {node.name}: {cache}; expected F16, F32, or {kinds} and heads of whole units of {UNIT}")
-    if cache_v.shape[:2] != cache_k.shape[:2] or n_head % n_head_kv:
-        raise PlanError(
-            f"[attention] {node.name}: {n_head} heads over {cache_k} and {cache_v}; expected as many rows and kv heads in either, and "
-            "heads a multiple of kv heads"
-        )
-    if node.outputs[0].type == "Q8_1" and vd % 32:
-        raise PlanError(f"[attention] {node.name}: Q8_1 output needs a head size that is a multiple of 32, got {vd}; make the output F32")
-    for cache in (cache_k, cache_v):
-        if nbytes(cache) > ctx.caps.max_storage_buffer_range:
-            raise PlanError(
-                f"[attention] {cache}: {nbytes(cache)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
-                "at once. Use a smaller context"
-            )
 
 
 def _lower(
@@ -220,8 +170,8 @@ def _lower(
     (n_head_kv, n_ctx, hd), vd = cache_k.shape, v_dim(node, cache_v)
     out = node.outputs[0]
     window = int(node.params.get("window", 0))
-    _check(node, ctx, cache_k, cache_v, n_head)
-    choice = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
+    check(node, ctx, cache_k, cache_v, n_head)
+    choice = choice_of(node, ctx).params
     types = {cache_k.type, cache_v.type}
     s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, types)
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
@@ -294,37 +244,12 @@ def _unit_order(node: Node, out: Tensor, ctx: LowerContext) -> Defines:
     return {"OUT_UNITS": 1, "Y_STRIDE": stride, **order}
 
 
-def stores_units(node: Node, reader: GemmShape, ctx: LowerContext) -> bool:
-    """Whether a FLASH_ATTN_EXT can leave its output in unit order for a product of shape `reader` (param `units`): a token's values are
-    whole blocks."""
-    return prompt_shape(node, ctx) is None and node.outputs[0].shape[-1] % (UNIT * reader.row_lanes) == 0
-
-
 def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool) -> SpinWaits:
     """What the kernel of `_lower` waits for. Fused, for the heads of one token, which is never padding; else until what makes q has
     arrived, which stores the rows of the caches, too."""
     if fused:
         return SpinWaits(part=(q.name,), own=tuple(splits))
     return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
-
-
-def _choice(node: Node, ctx: LowerContext) -> Choice:
-    """What the tables say of a FLASH_ATTN_EXT."""
-    (n, n_head, _), (n_head_kv, n_ctx, hd) = node.inputs[0].shape, node.inputs[1].shape
-    return ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
-
-
-def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:
-    """The shape of the kernel for prompts, where the tables choose it for a FLASH_ATTN_EXT and the device can run it."""
-    _check(node, ctx, node.inputs[1], node.inputs[2], node.inputs[0].shape[1])
-    # --act f32 keeps floats whole: no f16 in matrices. Nor for queries or F32 caches, which f16 may not hold.
-    f32_cache = "F32" in {t.type for t in node.inputs[1:3]}
-    beyond = f32_cache or attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
-    caps = ctx.caps if ctx.act not in ("f32", "f16") and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
-    cache_k, cache_v = node.inputs[1:3]
-    latent = cache_k.name == cache_v.name and node.outputs[0].type == "F32"
-    ctx = dataclasses.replace(ctx, caps=caps)
-    return attention_prompt.shape_for(_choice(node, ctx), cache_k.shape[2], ctx, v_dim(node, cache_v), latent)
 
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:
@@ -345,14 +270,6 @@ def prompt_job(node: Node) -> attention_prompt.PromptJob:
         v_dim=v_dim(node, cache_v),
         q_pe=extra.get("q_pe"),
     )
-
-
-def packs_output(node: Node, reader: GemmShape, ctx: LowerContext) -> bool:
-    """Whether a FLASH_ATTN_EXT can leave its output packed for a GEMM of shape `reader` (param `fragments` says in which order)."""
-    shape = prompt_shape(node, ctx)
-    n_head, (n_head_kv, _, hd) = node.inputs[0].shape[1], node.inputs[1].shape
-    equal = v_dim(node, node.inputs[2]) == hd
-    return shape is not None and equal and attention_prompt.packs(shape, n_head // n_head_kv, hd, n_head, reader, ctx.caps)
 
 
 def _tolerance(node: Node) -> Tolerance:
@@ -436,18 +353,25 @@ class FlashAttnExt(FlashCases):
             out[real, head] = p / total @ np.asarray(cache_v[kv, :rows], np.float64)
         return [out.reshape(n, -1)]
 
+    def choose(self, node: Node, ctx: LowerContext) -> AttentionChoice:
+        return choose(node, ctx)
+
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        if choice_of(node, ctx).rounds != "F16":
+            return None
+        return self.reference([f16_values(inputs[0]), *inputs[1:]], node.params)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, cache_k, cache_v, pos = node.inputs[:4]
         n, n_head = q.shape[:2]
         extra = further(node)
-        prompt = prompt_shape(node, ctx)
-        if prompt is not None:
-            job = prompt_job(node)
-            return [attention_prompt.lower(job, prompt, ctx.caps, _choice(node, ctx).source)]
+        choice = choice_of(node, ctx)
+        if choice.shape is not None:
+            return [attention_prompt.lower(prompt_job(node), choice.shape, ctx.caps, choice.source)]
         return [_lower(node, ctx, q, cache_k, cache_v, pos, n, n_head, extra, {})]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        prompt = prompt_shape(node, ctx)
+        prompt = choice_of(node, ctx).shape
         return _tolerance(node) if prompt is None else attention_prompt.tolerance(prompt, node.outputs[0])
 
 
@@ -472,6 +396,9 @@ class AttnDecode(DecodeCases):
         cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         return [*out, cache_k, cache_v]
+
+    def choose(self, node: Node, ctx: LowerContext) -> AttentionChoice:
+        return choose(node, ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, pos, cache_k, cache_v, *rest = node.inputs

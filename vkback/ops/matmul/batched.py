@@ -23,9 +23,9 @@ from vkback.ops.case import Array, Rounded, Tolerance
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
 from vkback.ops.general import copy_dispatch
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.choice import F16_TOLERANCE
+from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choose
 from vkback.ops.matmul.linear import Linear, linear_tolerance
-from vkback.ops.matmul.linear_node import path_for
+from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows, rounded_tolerance
 from vkback.ops.storage import nbytes
@@ -86,7 +86,17 @@ def reference(node_params: Mapping[str, Any], inputs: Sequence[Array]) -> Array:
 
 
 def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
-    """Copies first, then one GEMV; see the module's text."""
+    """Copies first, then one product; see the module's text."""
+    before, product, operands = _product(node, ctx)
+    by_name = {t.name: t for t in (*operands, node.outputs[0])}
+    for d in Linear().lower(product, ctx):
+        args = tuple(dataclasses.replace(a, tensor=by_name.get(a.tensor.name, a.tensor)) for a in d.args)
+        before.append(dataclasses.replace(d, args=args, op=node.op if d.op == "LINEAR" else d.op, label=node.name))
+    return before
+
+
+def _product(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Node, tuple[Tensor, Tensor]]:
+    """The copies, the product of what they make, and its operands in the shapes that they were made in."""
     batch = Batch.of(node)
     y = node.outputs[0]
     if y.elements != batch.slices * batch.n * batch.m or y.type != "F32":
@@ -94,56 +104,47 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
     before, w = weight_operand(node, ctx)
     copies, x = token_operand(node, ctx)
     before += copies
-    operands: tuple[Tensor, ...]
     if batch.matrices == 1:
         tokens = batch.slices * batch.n
-        operands = _shaped(w, batch.m, batch.k), _shaped(x, tokens, batch.k)
-        gemv = Node("LINEAR", operands, (_shaped(y, tokens, batch.m),), {"roles": ("w", "x")})
-    else:
-        if batch.slices * batch.n > ctx.caps.max_workgroup_count[2]:
-            raise PlanError(
-                f"[MUL_MAT] {node.name}: {batch.slices} slices of {batch.n} tokens, the device takes {ctx.caps.max_workgroup_count[2]} "
-                "workgroups along z (maxComputeWorkGroupCount); cut the batch"
-            )
-        ids = Tensor(f"{node.name}.matrices", "I32", (batch.n, batch.slices))
-        before.append(_matrices(node, batch, ids, ctx))
-        operands = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.n, batch.slices, batch.k), ids
-        gemv = Node("LINEAR", operands, (_shaped(y, batch.n, batch.slices, batch.m),), {"roles": ("w", "x", "ids")})
-    by_name = {t.name: t for t in (w, x, y)}
-    for d in Linear().lower(gemv, ctx):
-        args = tuple(dataclasses.replace(a, tensor=by_name.get(a.tensor.name, a.tensor)) for a in d.args)
-        before.append(dataclasses.replace(d, args=args, op=node.op if d.op == "LINEAR" else d.op, label=node.name))
-    return before
+        inputs: tuple[Tensor, ...] = _shaped(w, batch.m, batch.k), _shaped(x, tokens, batch.k)
+        return before, Node("LINEAR", inputs, (_shaped(y, tokens, batch.m),), {"roles": ("w", "x")}, node.choice), (w, x)
+    if batch.slices * batch.n > ctx.caps.max_workgroup_count[2]:
+        raise PlanError(
+            f"[MUL_MAT] {node.name}: {batch.slices} slices of {batch.n} tokens, the device takes {ctx.caps.max_workgroup_count[2]} "
+            "workgroups along z (maxComputeWorkGroupCount); cut the batch"
+        )
+    ids = Tensor(f"{node.name}.matrices", "I32", (batch.n, batch.slices))
+    before.append(_matrices(node, batch, ids, ctx))
+    inputs = _shaped(w, batch.matrices, batch.m, batch.k), _shaped(x, batch.n, batch.slices, batch.k), ids
+    outputs = (_shaped(y, batch.n, batch.slices, batch.m),)
+    return before, Node("LINEAR", inputs, outputs, {"roles": ("w", "x", "ids")}, node.choice), (w, x)
+
+
+def choose_kernel(node: Node, ctx: LowerContext) -> ProductChoice:
+    """The kernel of the product behind the copies."""
+    return choose(LinearNode.of(_product(node, ctx)[1]), ctx)
+
+
+def _choice(node: Node, ctx: LowerContext) -> ProductChoice:
+    return node.choice if isinstance(node.choice, ProductChoice) else choose_kernel(node, ctx)
 
 
 def tolerance(node: Node, ctx: LowerContext) -> Tolerance:
-    if _kernels(node, ctx) & {"gemm/coop_mat.comp", "gemm/coop_reg.comp"}:
-        return F16_TOLERANCE
-    return linear_tolerance(_rounds_x(node, ctx), False)
-
-
-def _kernels(node: Node, ctx: LowerContext) -> set[str]:
-    """Shaders that a node is lowered to."""
-    return {d.kernel.source for d in lower(node, ctx)}
+    choice = _choice(node, ctx)
+    return F16_TOLERANCE if choice.rounds == "F16" else linear_tolerance(_rounds_x(node, choice), False)
 
 
 def rounded(inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
     """See Op.rounded."""
-    if not _rounds_x(node, ctx):
+    if not _rounds_x(node, _choice(node, ctx)):
         return None
     w, x = (node.params[v].of(np.ascontiguousarray(t)) if v in node.params else t for v, t in zip(VIEWS, inputs, strict=True))
     return Rounded([reference({}, (w, rounded_rows(x)))], rounded_tolerance(x.shape[-1]))
 
 
-def _rounds_x(node: Node, ctx: LowerContext) -> bool:
-    """Whether the kernels take x rounded to Q8_1 on the way."""
-    if _kernels(node, ctx) & {"gemm/coop_mat.comp", "gemm/coop_reg.comp", "gemm/f32.comp"}:
-        return False
-    batch, (w, x) = Batch.of(node), node.inputs
-    copies = "w_view" in node.params or w.kind != "weight"
-    n = batch.n if batch.matrices > 1 else batch.slices * batch.n
-    path, _ = path_for("F32" if copies else w.type, batch.m, batch.k, n, "each" if batch.matrices > 1 else "none", ctx)
-    return path == "int" and x.type != "Q8_1"
+def _rounds_x(node: Node, choice: ProductChoice) -> bool:
+    """Whether the kernel takes x rounded to Q8_1 on the way."""
+    return choice.rounds == "Q8_1" and node.inputs[1].type != "Q8_1"
 
 
 def _shaped(tensor: Tensor, *shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from vkback import quants
 from vkback.device import Capabilities
-from vkback.graph import Tensor
+from vkback.graph import Node, Tensor
 from vkback.ops.case import Tolerance
 from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_lanes
 from vkback.ops.family import Choice, declare
@@ -58,6 +58,9 @@ F16_TOLERANCE = Tolerance(
     1e-6, 0.02, "weights and activations rounded to f16 (relative error 2^-12 in the mean square of each: NMSE 1.2e-7), sums in f32"
 )
 
+
+F16_WEIGHTS = F16_TOLERANCE.nmse / 4
+"""NMSE of a product by weights decoded in f16: a quarter of what the op is allowed, for a band of four times that."""
 
 ROUTE_BYTES = 12
 """Shared memory of shaders/gemm/route.comp for each expert."""
@@ -112,15 +115,18 @@ class ProductChoice:
         """Whether it can rotate `pairs` pairs of heads and store them: four rows of a thread lie in one head, all or none rotated."""
         return "heads" in self.stores and head_dim % 4 == 0 and pairs % 2 == 0
 
-    def storing_q8_1(self, node: LinearNode) -> ProductChoice:
-        """The choice for the same product with an output as Q8_1: what the kernel then is. node: of whatever output."""
-        if self.shape is None:
+    def storing(self, node: Node, ctx: LowerContext) -> ProductChoice:
+        """The choice for the node with another type of output, of which only Q8_1 may make the kernel another."""
+        if self.shape is None or node.outputs[0].type != "Q8_1":
             return self
+        return self._storing_q8_1(self.shape, LinearNode.of(node))
+
+    def _storing_q8_1(self, shape: GemmShape, node: LinearNode) -> ProductChoice:
         partial = self.kernel != "coop_reg" and not self.by_heads and node.rows_total != node.m >> node.glu
         if self.kernel == "coop_reg" or partial:
             return dataclasses.replace(self, shape=None, stores=frozenset({"Q8_1"}))
         if self.kernel == "int_dot" and node.glu:  # a thread makes four values of it, of twice as many rows
-            return dataclasses.replace(self, shape=dataclasses.replace(self.shape, tile_m=2 * self.shape.tile_m))
+            return dataclasses.replace(self, shape=dataclasses.replace(shape, tile_m=2 * shape.tile_m))
         return self
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ One family of kernels (shaders/gemv) serves every weight type, dense and by expe
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Rounded, Tolerance
+from vkback.ops.case import Array, Case, Rounded, Tolerance, f16_values
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.family import Adjustment
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import case_sets, linear_cases, low_rank
-from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choice_of, choose
+from vkback.ops.matmul.choice import F16_TOLERANCE, F16_WEIGHTS, ProductChoice, choice_of, choose
 from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemv import PER_TILE, GemvConfig, choice_problem, configure, prologue_problem, shader_defines
 from vkback.ops.matmul.linear_node import LinearNode, bindings, glu_op
@@ -139,6 +140,17 @@ class Linear(Op):
             x = rounded_rows(x)
         return Rounded(self._of_normed(x, by, node.params) + summed, rounded_tolerance(gemv.k, gemv.glu or gemv.gelu))
 
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        """x as F16, and weights that were decoded in it, with roundings that differ from type to type: as noise."""
+        if choice_of(LinearNode.of(node), ctx).rounds != "F16":
+            return None
+        roles = node.params["roles"]
+        inputs = [f16_values(v) if role == "x" else v for role, v in zip(roles, inputs, strict=True)]
+        y, *more = self.reference(inputs, node.params)
+        residual = next((v for role, v in zip(roles, inputs, strict=True) if role == "residual"), None)
+        made = y if residual is None else y - np.asarray(residual).reshape(y.shape)
+        return [y + f16_weight_noise(made, node.name), *more]
+
     @staticmethod
     def _by_role(inputs: Sequence[Array], params: Mapping[str, Any]) -> dict[str, Array]:
         return dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
@@ -245,6 +257,13 @@ def _of_low_rank(node: LinearNode, ctx: LowerContext) -> list[Dispatch] | None:
     if before is not None and low_rank.makes_rank(node.w, back=False):
         return None
     return low_rank.product(node.node, ctx, node.x, node.w, node.y, back=False, before=before)
+
+
+def f16_weight_noise(made: Array, name: str) -> Array:
+    """What weights rounded to F16 may do to the sums of a product: noise seeded by its name, so large that the band of one product ends at
+    the op's own tolerance."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(made.shape)
+    return np.asarray(noise * np.sqrt(F16_WEIGHTS * np.mean(np.square(made))))
 
 
 def linear_tolerance(q8_in: bool, q8_out: bool, glu: bool = False) -> Tolerance:

@@ -17,14 +17,14 @@ import numpy as np
 
 from vkback import quants
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Rounded, Tolerance
+from vkback.ops.case import Array, Case, Problem, Rounded, Tolerance, f16_values
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.case_sets import BASE
 from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choice_of, choose
 from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemv import configure
-from vkback.ops.matmul.linear import launch, linear_tolerance
+from vkback.ops.matmul.linear import f16_weight_noise, launch, linear_tolerance
 from vkback.ops.matmul.linear_cases import known_type, with_x
 from vkback.ops.matmul.linear_node import QUANTS, LinearNode, weight
 from vkback.ops.op import Op, register
@@ -60,6 +60,13 @@ class LinearHeads(Op):
             return None
         w, x = inputs
         return Rounded(self.reference([w, rounded_rows(x)], node.params), rounded_tolerance(w.shape[-1]))
+
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        if choice_of(LinearNode.of(node), ctx).rounds != "F16":
+            return None
+        w, x = inputs
+        (y,) = self.reference([w, f16_values(x)], node.params)
+        return [y + f16_weight_noise(y, node.name)]
 
     @staticmethod
     def _rounds_x(node: Node, ctx: LowerContext) -> bool:

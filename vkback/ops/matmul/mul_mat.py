@@ -31,6 +31,7 @@ from vkback.ops.matmul.case_sets import (
     prompts_mul_mat_id,
     scaled_sums,
 )
+from vkback.ops.matmul.choice import ProductChoice
 from vkback.ops.matmul.linear import Linear
 from vkback.ops.matmul.linear_cases import known_type, mul_mat_case, mul_mat_id_case, with_x
 from vkback.ops.matmul.linear_node import QUANTS, weight
@@ -62,8 +63,11 @@ class _Plain(Op):
         """The node in the fused op."""
         return dataclasses.replace(node, op="LINEAR", params={**node.params, "roles": self.roles})
 
-    def choose(self, node: Node, ctx: LowerContext) -> object:
+    def choose(self, node: Node, ctx: LowerContext) -> ProductChoice | None:
         return Linear().choose(self.fused(node), ctx)
+
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        return Linear().as_f16(inputs, self.fused(node), ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         return [dataclasses.replace(d, op=node.op) if d.op == "LINEAR" else d for d in Linear().lower(self.fused(node), ctx)]
@@ -112,8 +116,13 @@ class MulMat(_Plain):
             return [np.asarray(x, np.float64) @ np.asarray(w, np.float64).T]
         return [batched.reference(params, inputs)]
 
-    def choose(self, node: Node, ctx: LowerContext) -> object:
-        return None if len(node.outputs) > 1 or batched.is_batched(node) else super().choose(node, ctx)
+    def choose(self, node: Node, ctx: LowerContext) -> ProductChoice | None:
+        if len(node.outputs) > 1:
+            return None
+        return batched.choose_kernel(node, ctx) if batched.is_batched(node) else super().choose(node, ctx)
+
+    def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
+        return None if len(node.outputs) > 1 or batched.is_batched(node) else super().as_f16(inputs, node, ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if len(node.outputs) > 1:

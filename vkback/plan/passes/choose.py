@@ -1,7 +1,7 @@
 """Kernels chosen once: after the fusions that combine nodes, each product gets the choice that all later passes read (`Node.choice`).
 
 Later passes change what a node reads and stores, never which kernel it is: they ask the choice what the kernel can store, and take from it
-what the kernel is with an output as Q8_1 (`ProductChoice.storing_q8_1`).
+what the kernel is with another type of output (`storing`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from collections.abc import Sequence
 
 from vkback.graph import Node
 from vkback.ops.lowering import LowerContext
-from vkback.ops.op import OPS
+from vkback.ops.op import OPS, KernelChoice
 from vkback.plan.nodes import Nodes
 
 
 def choose_kernels(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
     """The nodes with the kernels that their ops choose."""
     return [_chosen(node, ctx) if node.choice is None and node.op in OPS else node for node in nodes]
+
+
+def as_stored(node: Node, ctx: LowerContext) -> Node:
+    """A node that a pass has given another type of output, with the choice of that."""
+    choice = node.choice
+    return dataclasses.replace(node, choice=choice.storing(node, ctx)) if isinstance(choice, KernelChoice) else node
 
 
 def _chosen(node: Node, ctx: LowerContext) -> Node:

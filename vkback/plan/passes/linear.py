@@ -10,10 +10,11 @@ from typing import Any, Literal
 from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.batched import is_batched
-from vkback.ops.matmul.choice import ProductChoice, choice_of
+from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.gemv import prologue_problem
 from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, Path, bindings
 from vkback.plan.nodes import Index, Nodes, rewrite
+from vkback.plan.passes.choose import as_stored
 
 
 def as_linear(nodes: Nodes) -> Nodes:
@@ -236,7 +237,12 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
             out = [
-                _storing_q8_1(n, tensor.name) if n is producer else _retyped(n, tensor.name, tensor.name) if n in wants else n for n in out
+                as_stored(_retyped(n, tensor.name, tensor.name), ctx)
+                if n is producer
+                else _retyped(n, tensor.name, tensor.name)
+                if n in wants
+                else n
+                for n in out
             ]
         else:
             quantized = f"{tensor.name}.q8_1"
@@ -246,14 +252,6 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
         index = Index(out, outputs)
     return out
-
-
-def _storing_q8_1(node: Node, name: str) -> Node:
-    """A node with its output as Q8_1, by what its kernel then is."""
-    new = _retyped(node, name, name)
-    if isinstance(node.choice, ProductChoice):
-        return dataclasses.replace(new, choice=node.choice.storing_q8_1(LinearNode.of(node)))
-    return new
 
 
 def _retyped(node: Node, name: str, new_name: str) -> Node:

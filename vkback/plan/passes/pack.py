@@ -24,8 +24,7 @@ from math import prod
 from typing import Literal
 
 from vkback.graph import Node, Tensor
-from vkback.ops.attention.flash import packs_output
-from vkback.ops.attention.flash import stores_units as attention_stores_units
+from vkback.ops.attention.choice import choice_of as attention_choice
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.choice import choice_of
@@ -35,6 +34,7 @@ from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.matmul.pack import packed
 from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node
 from vkback.plan.nodes import Nodes, tokens_of
+from vkback.plan.passes.choose import as_stored
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.quants import UNIT
 
@@ -132,7 +132,7 @@ class _Packing:
             if producer.op == "FLASH_ATTN_EXT":
                 order = ("units", shape) if shape.way == "coop_reg" else ("fragments", shape.fragments)
                 params = {**params, **dict([order])}
-            self.now[self.producer[name]] = dataclasses.replace(producer, outputs=(out,), params=params)
+            self.now[self.producer[name]] = as_stored(dataclasses.replace(producer, outputs=(out,), params=params), self.ctx)
             for r in readers:
                 self.now[r.number] = r.reading(out)
         elif self.norms and producer.op == "RMS_NORM_MUL" and self._normed_by_producer(producer, readers):
@@ -161,7 +161,9 @@ class _Packing:
             return None
         if first.shape.way == "coop_reg":
             return self._units_by_producer(producer, readers, name)
-        if producer.op == "FLASH_ATTN_EXT" and self.by == "producer" and packs_output(producer, first.shape, self.ctx):
+        if producer.op == "FLASH_ATTN_EXT" and self.by == "producer":
+            if not attention_choice(producer, self.ctx).stores_packed(first.shape, self.ctx.caps):
+                return None
             return Tensor(name, "F16", (room(n, *(r.shape for r in readers)), k))
         if producer.op != "LINEAR":
             return None
@@ -178,7 +180,7 @@ class _Packing:
         """The same in unit order: gate and up for down, attention for its output product."""
         if producer.op == "FLASH_ATTN_EXT":
             widest = max((r.shape for r in readers), key=lambda s: s.tile_n)
-            stored = self.by == "producer" and all(attention_stores_units(producer, r.shape, self.ctx) for r in readers)
+            stored = self.by == "producer" and all(map(attention_choice(producer, self.ctx).stores_units, (r.shape for r in readers)))
             alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
             return packed_units(name, readers[0].gemv.n, readers[0].gemv.k, widest) if stored and alike else None
         if producer.op != "LINEAR":
