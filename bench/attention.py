@@ -174,15 +174,15 @@ class Operands:
 
 def variants(args: argparse.Namespace, tables: Tuning) -> Iterator[tuple[str, Overrides]]:
     """Ways and cuts with the tables that choose them."""
-    for way in args.way.split(","):
-        for cut in args.cut.split(",") if args.cut and way != "decode" else [""]:
-            params: dict[str, Any] = {"way": way}
+    for kernel in args.way.split(","):
+        for cut in args.cut.split(",") if args.cut and kernel != "decode" else [""]:
+            params: dict[str, Any] = {"way": kernel}
             if cut:
                 match = CUT.match(cut)
                 if not match:
                     raise PlanError(f"[bench] cut {cut!r}: expected TILE_QxTILE_KV/WARPS")
                 params |= dict(zip(("tile_q", "tile_kv", "warps"), map(int, match.groups()), strict=True))
-            yield f"{way} {cut}".strip(), Overrides(tables, {"attention": params}, f"{way} {cut}".strip())
+            yield f"{kernel} {cut}".strip(), Overrides(tables, {"attention": params}, f"{kernel} {cut}".strip())
 
 
 def main() -> None:

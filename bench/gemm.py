@@ -34,7 +34,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm, gemm_reg
 from vkback.ops.matmul import pack as gemm_pack
 from vkback.ops.matmul import route as gemm_route
-from vkback.ops.matmul.gemm_problem import Gemm, GemmShape, Way, default_shape
+from vkback.ops.matmul.gemm_problem import Gemm, GemmKernel, GemmShape, default_shape
 from vkback.ops.matmul.linear_node import weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.storage import nbytes
@@ -52,26 +52,26 @@ CHECKED_ROWS = 96
 CUT = re.compile(r"(\d+)x(\d+)x(\d+)(?:/(\d+)x(\d+))?(\+f)?(?:/(\d+))?$")
 
 
-def cut_of(text: str, way: Way, device: Device) -> GemmShape:
+def cut_of(text: str, kernel: GemmKernel, device: Device) -> GemmShape:
     """A shape from its short form."""
     match = CUT.match(text)
     if not match:
         raise PlanError(f"[bench] cut {text!r}: expected TILE_MxTILE_NxSTEP_K[/WARP_MxWARP_N][+f][/SPLIT_K]")
     m, n, k, warp_m, warp_n = (int(g or 0) for g in match.groups()[:5])
-    if way == "coop_reg":
+    if kernel == "coop_reg":
         lanes = row_lanes(LowerContext(device.caps, Tuning.for_device(device.caps)))
         shape = gemm_reg.shape_of(m, n, warp_m, warp_n, lanes, device.caps)
         if shape is None:
             raise PlanError(f"[bench] cut {text}: {device.caps.name} cannot run it")
         return shape
     split = int(match[7] or 1)
-    if way != "coop_mat":
-        return GemmShape(way, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
+    if kernel != "coop_mat":
+        return GemmShape(kernel, m, n, k, 1 if device.caps.software else max(1, 128 // device.caps.subgroup_size))
     matrix = matrix_shape(device.caps)
     if matrix is None:
         raise PlanError(f"[bench] {device.caps.name} has no cooperative matrices")
     subgroups = m // max(warp_m, 1) * (n // max(warp_n, 1))
-    return GemmShape(way, m, n, k, subgroups, split, warp_m, warp_n, matrix, bool(match[6]))
+    return GemmShape(kernel, m, n, k, subgroups, split, warp_m, warp_n, matrix, bool(match[6]))
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ class Point:
     quant: str
     shape: str
     cut: str
-    way: str
+    kernel: str
     us: float
     median_us: float
     tflops: float
@@ -89,7 +89,7 @@ class Point:
 
     def line(self, math: MathRate) -> str:
         return (
-            f"{self.quant:8s} {self.shape:18s} {self.way} {self.cut:28s} {self.us:9.1f} us ({self.median_us:9.1f}) "
+            f"{self.quant:8s} {self.shape:18s} {self.kernel} {self.cut:28s} {self.us:9.1f} us ({self.median_us:9.1f}) "
             f"{self.tflops:7.2f} TFLOPS, {100 * self.tflops / math.tflops:4.1f} % of {math.name}, NMSE {self.nmse:.1e}"
         )
 
@@ -136,15 +136,15 @@ class Product:
             ids = Tensor("ids", "I32", (self.n, self.used), "input")
             before.append(gemm_route.route(ids, routes, self.experts, shape.tile_n, caps))
             job = dataclasses.replace(job, route=routes, x_shared=self.used)
-        if shape.way == "coop_mat":
+        if shape.kernel == "coop_mat":
             x = gemm_pack.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
             before.append(gemm_pack.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
             job = dataclasses.replace(job, x=x)
-        elif shape.way == "coop_reg":
+        elif shape.kernel == "coop_reg":
             x = gemm_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
             before.append(gemm_reg.pack_units(self.x, x, slots, shape, caps))
             return before, gemm_reg.lower(dataclasses.replace(job, x=x), shape, caps)
-        elif shape.way == "int_dot":
+        elif shape.kernel == "int_dot":
             x = Tensor("x8", "Q8_1", self.x.shape)
             before += quantize_dispatch(self.x, x, ctx)
             job = dataclasses.replace(job, x=x)

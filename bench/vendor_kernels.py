@@ -39,7 +39,7 @@ OTHERS = {
     **{f"gate and up of {n} tokens": f"LINEAR(type_a=Q4_K,m=28672,n={n},k=4096,glu=1,out={{glu_out}})" for n in (2, 4, 8, 16)},
     "Q4_K 24 tokens MUL_MAT_ID": "MUL_MAT_ID(type_a=Q4_K,m=768,n=24,k=2048,n_mats=128,n_used=8)",
 }
-"""Of these, every kernel. glu_out: type of what the GLU makes, as the next product's way wants it."""
+"""Of these, every kernel. glu_out: type of what the GLU makes, as the next product's kernel reads it."""
 
 K_QUANTS = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 

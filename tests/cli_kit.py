@@ -13,7 +13,7 @@ import pytest
 
 from vkback.cli import run as generate
 from vkback.cli import vkbench
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.program import CompileTotals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ class FakeEngine:
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         return 2_000_000 * tokens + 1000 * n_past
 
-    def prompt_way(self, tokens: int) -> Way | None:
+    def prompt_kernel(self, tokens: int) -> GemmKernel | None:
         return "coop_mat" if tokens > 16 else "int_dot"
 
     def resize(self, n_ctx: int) -> None:
@@ -145,7 +145,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     for module in (vkbench, generate):
         monkeypatch.setattr(module, "load_engine", load)
     monkeypatch.setattr(vkbench, "measured_read_rate", lambda device: 200.0)
-    monkeypatch.setattr(vkbench, "measured_math_rate", lambda device, way: {"coop_mat": 0.5, "int_dot": 0.25}[way])
+    monkeypatch.setattr(vkbench, "measured_math_rate", lambda device, kernel: {"coop_mat": 0.5, "int_dot": 0.25}[kernel])
     for target in ("vkback.cli.vkbench_run.make_sampler", "vkback.cli.run.make_sampler"):
         monkeypatch.setattr(target, lambda **kwargs: kwargs)
     return fake

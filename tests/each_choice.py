@@ -21,9 +21,9 @@ from vkback.ops.case import Case
 from vkback.ops.lowering import Act
 from vkback.ops.matmul import gemm_problem
 
-WAYS = frozenset[str]({*get_args(Act), *get_args(gemm_problem.Way), *get_args(attention_prompt.Way)})
+KERNELS = frozenset[str]({*get_args(Act), *get_args(gemm_problem.GemmKernel), *get_args(attention_prompt.PromptKernel)})
 """Words by which a parameter chooses how to compute."""
-MATRICES = WAYS & {"coop_mat", "coop_reg", "matrix"}
+MATRICES = KERNELS & {"coop_mat", "coop_reg", "matrix"}
 """Those that need cooperative matrices. Whether a device has them is known when the test runs, not before."""
 
 
@@ -42,8 +42,8 @@ def mark_exhaustive(items: Iterable[pytest.Item]) -> None:
 def values_of(item: pytest.Function) -> Iterator[Hashable]:
     """What an item of a parametrized test has of the values that must be run."""
     params = item.callspec.params
-    ways = frozenset(way for value in params.values() for way in ways_in(value))
-    matrices = bool(ways & MATRICES)
+    kernels = frozenset(kernel for value in params.values() for kernel in kernels_in(value))
+    matrices = bool(kernels & MATRICES)
     marks = [m.args[0] for m in item.iter_markers("parametrize")]
     together = [tuple(n.strip() for n in m.split(",")) if isinstance(m, str) else tuple(m) for m in marks]
     named = {name for names in together for name in names}
@@ -52,16 +52,16 @@ def values_of(item: pytest.Function) -> Iterator[Hashable]:
         for case in (value for value in row if isinstance(value, Case)):
             yield from ((names, part, matrices) for part in parts(case))
             if "type_a" in case.params:
-                yield case.params["type_a"], case.params.get("n") == 1, ways
+                yield case.params["type_a"], case.params.get("n") == 1, kernels
         if rest := tuple(id(value) for value in row if not isinstance(value, Case)):
             yield names, rest, matrices
 
 
-def ways_in(value: object) -> Iterator[str]:
+def kernels_in(value: object) -> Iterator[str]:
     if isinstance(value, tuple):
         for part in value:
-            yield from ways_in(part)
-    elif isinstance(value, str) and value in WAYS:
+            yield from kernels_in(part)
+    elif isinstance(value, str) and value in KERNELS:
         yield value
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from vkback.ops.lowering import Act
 from vkback.ops.op import OPS
 
-IN_SEVERAL_WAYS = {"MUL_MAT", "MUL_MAT_ID", "LINEAR", "MOE_REDUCE"}
+WITH_SEVERAL_KERNELS = {"MUL_MAT", "MUL_MAT_ID", "LINEAR", "MOE_REDUCE"}
 """Ops whose own tests run every case on more than one path or shape."""
 
-CASES = [c for name, op in OPS.items() if name not in IN_SEVERAL_WAYS for c in op.cases()]
+CASES = [c for name, op in OPS.items() if name not in WITH_SEVERAL_KERNELS for c in op.cases()]
 """Of all other ops."""
 
 PRODUCTS = [c for name in ("MUL_MAT", "MUL_MAT_ID", "LINEAR") for c in OPS[name].cases()]

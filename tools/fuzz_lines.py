@@ -74,15 +74,15 @@ def _parts(rng: random.Random, line: str) -> str:
         return _character(rng, line)
     at = rng.randrange(len(parts))
     key, _, value = parts[at].partition("=")
-    way = rng.randrange(5)
-    if way == 0:
+    kind = rng.randrange(5)
+    if kind == 0:
         del parts[at]
-    elif way == 1:
+    elif kind == 1:
         parts.append(parts[at])
-    elif way == 2:
+    elif kind == 2:
         rng.shuffle(parts)
     else:
-        parts[at] = key if way == 3 else f"{rng.choice(('n', 'k', 'v', 'ne', 'type', 'bs', 'zz', 'seed', 'tuning', 'range'))}={value}"
+        parts[at] = key if kind == 3 else f"{rng.choice(('n', 'k', 'v', 'ne', 'type', 'bs', 'zz', 'seed', 'tuning', 'range'))}={value}"
     return f"{op}({','.join(parts)})"
 
 

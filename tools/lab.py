@@ -207,8 +207,8 @@ def loaded(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-    """Markdown: a row a chip, type and way that the tables choose for it."""
-    head = "| chip | type | way | registers | waves | in32 | peer in32 | ratio | arithmetic | bound | spills (peer) |"
+    """Markdown: a row a chip, type and kernel that the tables choose for it."""
+    head = "| chip | type | kernel | registers | waves | in32 | peer in32 | ratio | arithmetic | bound | spills (peer) |"
     yield head
     yield "|---" * (head.count("|") - 1) + "|"
     for chip, data in found:

@@ -121,19 +121,19 @@ def malformed(count: int, seed: int = 0) -> list[Request]:
     while len(found) < count:
         path, body = rng.choice(list(PATHS.items()))
         text = json.dumps(body | {"max_tokens": 1}).encode()
-        way = rng.randrange(6)
-        if way == 0:
+        kind = rng.randrange(6)
+        if kind == 0:
             key, value = rng.choice(fields)
             more = {key: value for key, value in rng.sample(fields, 2) if key not in body}
             found.append(_post(path, json.dumps(body | {"max_tokens": 1} | more | {key: value}).encode()))
-        elif way == 1:
+        elif kind == 1:
             found.append(_post(path, text[: rng.randrange(len(text))]))
-        elif way == 2:
+        elif kind == 2:
             found.append(_post(path, rng.randbytes(rng.randrange(200))))
-        elif way == 3:  # a sign of the form, made another one
+        elif kind == 3:  # a sign of the form, made another one
             at = rng.choice([i for i, b in enumerate(text) if b in b'{}[]":,'])
             found.append(_post(path, text[:at] + rng.choice((b"", b"\x00", b"?", b"{{", b"\xc3")) + text[at + 1 :]))
-        elif way == 4:
+        elif kind == 4:
             kind = rng.choice(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "application/jsonx"))
             found.append(Request("POST", path, {"Content-Type": kind}, text))
         else:

@@ -3,7 +3,7 @@
 //
 //   unit_f16(unit, valid, words)  the weights times 1 / UNIT_F16_SCALE; with `valid` false zeros
 //
-// Types whose weights are scale * integer - bias have two ways, and in both two weights are decoded per 32-bit instruction:
+// Types whose weights are scale * integer - bias have two decoders, and in both two weights are decoded per 32-bit instruction:
 //
 //   SUBNORMALS 0  An f16 between 1024 and 2048 has a last bit worth 1. So an integer n < 1024 needs no conversion: (n | bits of 1024) is the f16
 //                 1024 + n, and subtracting 1024 is exact.

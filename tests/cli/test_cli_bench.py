@@ -257,13 +257,13 @@ def test_vkbench_shows_the_share_of_the_math_rate(
     assert first["percent_of_math"] == (None if rate is None else pytest.approx(100 * first["tflops"] / rate))
 
 
-def test_the_math_rate_is_that_of_the_way_a_prompt_takes(
+def test_the_math_rate_is_that_of_the_kernel_a_prompt_takes(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
 
-    def measured(device: object, way: str) -> float:
-        asked.append(way)
+    def measured(device: object, kernel: str) -> float:
+        asked.append(kernel)
         return 1.0
 
     monkeypatch.setattr(vkbench, "measured_math_rate", measured)

@@ -97,8 +97,8 @@ def test_perf_line() -> None:
 
 
 def test_perf_line_of_a_mat_mat_has_the_share_of_its_math_rate() -> None:
-    for way, name in (("coop_mat", "matrix rate"), ("int_dot", "integer dot rate"), ("f32", "f32 rate")):
-        line = perf_line(dataclasses.replace(TIMED, math_way=way, math_rate_tflops=16.0))
+    for kernel, name in (("coop_mat", "matrix rate"), ("int_dot", "integer dot rate"), ("f32", "f32 rate")):
+        line = perf_line(dataclasses.replace(TIMED, math_way=kernel, math_rate_tflops=16.0))
         assert f"-   4.00 TFLOPS (25.0 % of {name}) - 2000.00 GB/s (50.0 % of read rate)" in line
 
 

@@ -232,7 +232,7 @@ def sentinel() -> Iterator[None]:
 def rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stated in the place of measured: what they are does not matter here."""
     monkeypatch.setattr(profile_model, "device_costs", lambda device, library: Costs(1.0, 2.0, 1.0, "made up"))
-    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, way: MathRate(way, 1e11, "made up"))
+    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, kernel: MathRate(kernel, 1e11, "made up"))
 
 
 @pytest.mark.vulkan

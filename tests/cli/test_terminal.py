@@ -94,7 +94,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_what_commands_print_fits_and_has_no_colour(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(profile_model, "device_costs", lambda device, library: Costs(1.0, 2.0, 1.0, "made up"))
-    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, way: MathRate(way, 1e11, "made up"))
+    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, kernel: MathRate(kernel, 1e11, "made up"))
     runner = CliRunner()
     for name, runs in RUNS.items():
         for arguments in runs if name != "run" else ():  # whose stdout is a model's text

@@ -1,4 +1,4 @@
-"""Attention of prompts (shaders/attention/prompt): every way, several cuts, and faults in the kernels that the cases must catch."""
+"""Attention of prompts (shaders/attention/prompt): every kernel, several cuts, and faults in the kernels that the cases must catch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vkback.shader import ShaderLibrary
 
 OP = FlashAttnExt()
 CASES = list(OP.prompt_cases())
-WAYS = {
+KERNELS = {
     "plain": {"way": "plain", "tile_q": 16, "tile_kv": 8, "warps": 1},
     "matrix": {"way": "matrix", "tile_q": 64, "tile_kv": 32, "warps": 4},
 }
@@ -49,30 +49,30 @@ def kernels() -> ShaderLibrary:
     return ShaderLibrary()
 
 
-def way_of(way: str, ctx: LowerContext, device: Device, **cut: int) -> LowerContext:
-    """Tables that choose a way; skips where the device has none."""
-    if way == "matrix" and matrix_shape(device.caps) is None:
+def kernel_of(kernel: str, ctx: LowerContext, device: Device, **cut: int) -> LowerContext:
+    """Tables that choose a kernel; skips where the device cannot run it."""
+    if kernel == "matrix" and matrix_shape(device.caps) is None:
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
-    return with_params(ctx, **{**WAYS[way], **cut})
+    return with_params(ctx, **{**KERNELS[kernel], **cut})
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.line)
-def test_prompt(case: Case, way: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+def test_prompt(case: Case, kernel: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     wide = case.params["hd"] > 64 or case.params["y"] != "F32"
     heavy = wide and device.caps.software  # fewer values at once, or a CPU driver compiles for long
-    use = way_of(way, ctx, device, **({"tile_q": 8, "tile_kv": 4 if way == "plain" else 8, "warps": 1} if heavy else {}))
+    use = kernel_of(kernel, ctx, device, **({"tile_q": 8, "tile_kv": 4 if kernel == "plain" else 8, "warps": 1} if heavy else {}))
     shape = prompt_shape(case.build().node, use)
-    assert shape is not None and shape.way == way
+    assert shape is not None and shape.kernel == kernel
     outcome = run_case(device, kernels, case, use)
     assert outcome.ok, outcome.text
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize(("way", "cut"), OTHER_CUTS, ids=str)
-def test_other_cuts(way: str, cut: dict[str, int], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
-    use = way_of(way, ctx, device, **cut)
+@pytest.mark.parametrize(("kernel", "cut"), OTHER_CUTS, ids=str)
+def test_other_cuts(kernel: str, cut: dict[str, int], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    use = kernel_of(kernel, ctx, device, **cut)
     for case in WITHOUT_SINKS:
         outcome = run_case(device, kernels, case, use)
         assert outcome.ok, f"{case.line}: {outcome.text}"
@@ -93,10 +93,10 @@ def test_through_shared_memory(device: Device, kernels: ShaderLibrary, ctx: Lowe
 @pytest.mark.vulkan
 def test_matrices_of_unknown_order(device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Maxima and weights through shared memory, as where the check at the start found no order that suits."""
-    use = dataclasses.replace(way_of("matrix", ctx, device, **QUICK["matrix"]), row_lanes=0)
+    use = dataclasses.replace(kernel_of("matrix", ctx, device, **QUICK["matrix"]), row_lanes=0)
     for case in SPREAD:
         shape = prompt_shape(case.build().node, use)
-        assert shape is not None and shape.way == "matrix" and not shape.row_lanes
+        assert shape is not None and shape.kernel == "matrix" and not shape.row_lanes
         outcome = run_case(device, kernels, case, use)
         assert outcome.ok, f"{case.line}: {outcome.text}"
 
@@ -108,7 +108,7 @@ LATENT = [c for c in OP.unequal_cases() if c.params.get("v_view") and len(c.para
 def latent_cut(ctx: LowerContext, device: Device, monkeypatch: pytest.MonkeyPatch) -> LowerContext:
     """Matrices, and queries that subgroups share, though their heads are small."""
     monkeypatch.setattr(attention_prompt, "PART_VALUES", 24)
-    return way_of("matrix", ctx, device, tile_q=16, tile_kv=16, warps=4)
+    return kernel_of("matrix", ctx, device, tile_q=16, tile_kv=16, warps=4)
 
 
 @pytest.mark.vulkan
@@ -118,16 +118,16 @@ def test_rows_that_hold_k_and_v(
 ) -> None:
     use = latent_cut(ctx, device, monkeypatch)
     shape = prompt_shape(case.build().node, use)
-    assert shape is not None and shape.way == "matrix" and shape.parts == 4
+    assert shape is not None and shape.kernel == "matrix" and shape.parts == 4
     outcome = run_case(device, kernels, case, use)
     assert outcome.ok, outcome.text
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", WAYS)
-def test_a_token_does_not_depend_on_its_company(way: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_token_does_not_depend_on_its_company(kernel: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Tiles and blocks begin elsewhere where tokens are fewer; the bits are the same."""
-    use = way_of(way, ctx, device, **QUICK[way])
+    use = kernel_of(kernel, ctx, device, **QUICK[kernel])
     for window in (0, 50):
         together = OP.build_case(4, 1, 64, kv=250, nb=100, seed=41, window=window).build()
         want = run_problem(device, kernels, together, use)["kqv_out"]
@@ -140,10 +140,10 @@ def test_a_token_does_not_depend_on_its_company(way: str, device: Device, kernel
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", WAYS)
-def test_f16_output_is_what_gemms_take(way: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_f16_output_is_what_gemms_take(kernel: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Rows in K order: of every four neighbours the middle two are swapped."""
-    use = way_of(way, ctx, device, **QUICK[way])
+    use = kernel_of(kernel, ctx, device, **QUICK[kernel])
     problem = CASES[1].build()
     want = reference(problem)["kqv_out"]
     node = dataclasses.replace(problem.node, outputs=(dataclasses.replace(problem.node.outputs[0], type="F16"),))
@@ -173,15 +173,15 @@ MATRIX_FAULTS = {
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize(
-    ("way", "fault"), [*(("plain", f) for f in FAULTS), *(("matrix", f) for f in MATRIX_FAULTS)], ids=lambda v: v.replace(" ", "-")
+    ("kernel", "fault"), [*(("plain", f) for f in FAULTS), *(("matrix", f) for f in MATRIX_FAULTS)], ids=lambda v: v.replace(" ", "-")
 )
-def test_faults_are_caught(way: str, fault: str, device: Device, ctx: LowerContext, tmp_path: Path) -> None:
-    use = way_of(way, ctx, device, **QUICK[way])
-    right, wrong = (FAULTS if way == "plain" else MATRIX_FAULTS)[fault]
+def test_faults_are_caught(kernel: str, fault: str, device: Device, ctx: LowerContext, tmp_path: Path) -> None:
+    use = kernel_of(kernel, ctx, device, **QUICK[kernel])
+    right, wrong = (FAULTS if kernel == "plain" else MATRIX_FAULTS)[fault]
     shutil.copytree(shader_root(), tmp_path / "shaders", ignore=shutil.ignore_patterns("prebuilt"))
     found = 0
-    kernel = {"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[way]
-    for name in (kernel, "prompt_iface.glsl", "prompt_blocks.glsl", "softmax_registers.glsl"):
+    shader = {"plain": "prompt.comp", "matrix": "prompt_matrix.comp"}[kernel]
+    for name in (shader, "prompt_iface.glsl", "prompt_blocks.glsl", "softmax_registers.glsl"):
         file = tmp_path / "shaders" / "attention" / "prompt" / name
         text = file.read_text(encoding="utf-8")
         found += text.count(right)
@@ -223,27 +223,27 @@ def test_cuts_fit_the_device() -> None:
     """Matrices where there are any; else, or where shared memory is short, less at a time."""
     for hd in (40, 64, 80, 128, 256):
         node = OP.build_case(8, 2, hd, kv=512, nb=512, garbage=False).build().node
-        shape = prompt_shape(node, with_params(H200, **WAYS["matrix"]))
-        assert shape is not None and shape.way == "matrix" and shape.matrix == matrix_shape(H200.caps)
+        shape = prompt_shape(node, with_params(H200, **KERNELS["matrix"]))
+        assert shape is not None and shape.kernel == "matrix" and shape.matrix == matrix_shape(H200.caps)
         assert attention_prompt.matrix_shared(shape, hd) <= H200.caps.max_shared_memory
         old = dataclasses.replace(H200.caps, cooperative_matrix=False, max_shared_memory=16 << 10)
-        shape = prompt_shape(node, dataclasses.replace(with_params(H200, **WAYS["matrix"]), caps=old))
-        assert shape is not None and shape.way == "plain" and 8 * shape.tile_kv * hd <= 16 << 10
+        shape = prompt_shape(node, dataclasses.replace(with_params(H200, **KERNELS["matrix"]), caps=old))
+        assert shape is not None and shape.kernel == "plain" and 8 * shape.tile_kv * hd <= 16 << 10
         plain = dataclasses.replace(old, subgroup_ops=("basic",))
-        assert prompt_shape(node, dataclasses.replace(with_params(H200, **WAYS["matrix"]), caps=plain)) is None
+        assert prompt_shape(node, dataclasses.replace(with_params(H200, **KERNELS["matrix"]), caps=plain)) is None
 
 
 def test_what_is_refused() -> None:
     node = OP.build_case(3, 1, 40, kv=64, nb=64, garbage=False).build().node
     node = dataclasses.replace(node, outputs=(dataclasses.replace(node.outputs[0], type="F16"),))
     with pytest.raises(PlanError, match="whole units of 32"):
-        OP.lower(node, with_params(H200, **WAYS["matrix"]))
+        OP.lower(node, with_params(H200, **KERNELS["matrix"]))
 
 
 def test_tables_choose_by_tokens() -> None:
     cpu = planned_for("llvmpipe_mesa_22_debian12")
-    for n, way in ((16, None), (31, None), (32, "plain"), (512, "plain")):
+    for n, kernel in ((16, None), (31, None), (32, "plain"), (512, "plain")):
         node = OP.build_case(4, 2, 64, kv=512, nb=n, garbage=False).build().node
         shape = prompt_shape(node, cpu)
-        assert (shape and shape.way) == way
+        assert (shape and shape.kernel) == kernel
     assert math.prod(OP.lower(node, cpu)[0].groups) == 512 * 4 // 16

@@ -163,7 +163,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.vulkan
-def test_every_way_of_the_device_is_tried_and_right(
+def test_every_kernel_of_the_device_is_tried_and_right(
     device: Device, library: ShaderLibrary, ctx: LowerContext, tmp_path: Path, clock: Clock
 ) -> None:
     clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.way])

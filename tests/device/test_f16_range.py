@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for
 from make_gguf import llama_metadata, llama_tensors, write_gguf
-from prompt_ways import WAY_NMSE, engine_of, kernels_of, skip_without, way_params
+from prompt_kernels import KERNEL_NMSE, engine_of, kernel_params, kernels_of, skip_without
 
 from vkback import quants
 from vkback.device import Device
@@ -81,7 +81,7 @@ def test_overflow_words_are_told_from_counters() -> None:
 def matrices(device: Device, ctx: LowerContext) -> LowerContext:
     """Tables that choose cooperative matrices; skips the test where there are none."""
     skip_without("coop_mat", device.caps)
-    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, way_params("coop_mat", device.caps), "test"))
+    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, kernel_params("coop_mat", device.caps), "test"))
 
 
 LARGE = [
@@ -151,12 +151,12 @@ def test_queries_beyond_f16_are_not_rounded(device: Device, library: ShaderLibra
     case = op.build_case(4, 2, 64, kv=40, nb=20, seed=3)
     problem = case.build()
     node = problem.node
-    assert prompt_shape(node, matrices).way == "matrix"  # type: ignore[union-attr]
+    assert prompt_shape(node, matrices).kernel == "matrix"  # type: ignore[union-attr]
     large = Problem(node, {**problem.values, "q": np.float32(1e6) * problem.values["q"]})
     got = runner.run_problem(device, library, large, matrices)["kqv_out"]
     assert nmse(got, runner.reference(large)["kqv_out"]) < 1e-9
     plain = dataclasses.replace(matrices, f16_scales={"q.q_f16": 0.5})
-    assert prompt_shape(node, plain).way == "plain"  # type: ignore[union-attr]
+    assert prompt_shape(node, plain).kernel == "plain"  # type: ignore[union-attr]
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------------
@@ -176,16 +176,16 @@ def test_weights_that_f16_cannot_hold_are_seen(name: str) -> None:
     assert seen == ({False} if name in ("F16", "NVFP4") else {False, True})
 
 
-@pytest.mark.parametrize(("quant", "way"), [("BF16", "f32"), ("MXFP4", "int_dot")])
-def test_such_weights_take_no_matrices(quant: str, way: str) -> None:
+@pytest.mark.parametrize(("quant", "kernel"), [("BF16", "f32"), ("MXFP4", "int_dot")])
+def test_such_weights_take_no_matrices(quant: str, kernel: str) -> None:
     ctx = planned_for("nvidia_h200_linux")
     for n in (8, 512):
         (gemv,) = as_linear([mul_mat_case(quant, 64, n, 256).build().node])
         node = LinearNode.of(gemv)
         usual = choose(node, ctx).shape
-        assert usual is not None and usual.way == ("coop_reg" if n == 8 else "coop_mat")
+        assert usual is not None and usual.kernel == ("coop_reg" if n == 8 else "coop_mat")
         found = choose(node, dataclasses.replace(ctx, beyond_f16=frozenset({node.w.name}))).shape
-        assert found is None if n == 8 else found is not None and found.way == way
+        assert found is None if n == 8 else found is not None and found.kernel == kernel
 
 
 def test_matrices_of_the_device_s_own_making_take_none() -> None:
@@ -211,13 +211,13 @@ def test_a_model_of_large_weights(
     path, ids = large_weights(tmp_path / "large.gguf"), some_ids(40)
     want = NumpyTwin(path).logits(ids)
     with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
-        assert nmse(engine.prompt_logits(ids), want) <= WAY_NMSE["coop_mat"]
+        assert nmse(engine.prompt_logits(ids), want) <= KERNEL_NMSE["coop_mat"]
         (said,) = caplog.messages
         assert said.endswith("prompts take no matrices for them (blk.0.ffn_gate.weight+blk.0.ffn_up.weight)")
         assert {"gemm/f32.comp", "gemm/coop_mat.comp"} <= kernels_of(engine, 32)
     monkeypatch.setattr(quants, "beyond_f16", lambda *_: False)
     with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
-        assert nmse(engine.prompt_logits(ids), want) > WAY_NMSE["coop_mat"], "clamped"
+        assert nmse(engine.prompt_logits(ids), want) > KERNEL_NMSE["coop_mat"], "clamped"
 
 
 # --- a model ------------------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_model_of_massive_activations(
     want = NumpyTwin(path).logits(ids)
     with engine_of(path, device, "coop_mat", n_ctx=96, ubatch=32) as engine:
         got = engine.prompt_logits(ids)
-        assert nmse(got, want) <= WAY_NMSE["coop_mat"]
+        assert nmse(got, want) <= KERNEL_NMSE["coop_mat"]
         assert 1 <= len(replans) <= 4
         assert {name for seen in replans for name in seen} == {f"ffn_swiglu-{il}.f16.overflow" for il in (0, 1)}
         assert all(MIN_SCALE <= scale < 1 for scale in engine.ctx.f16_scales.values())
@@ -268,10 +268,10 @@ def test_a_model_of_massive_activations(
         said = [line for line in caplog.messages if "beyond the range of f16" in line]
         assert len(said) == count and "(ffn_swiglu-0.f16: 0.0" in said[0]
         engine.reset()
-        assert nmse(engine.prompt_logits(ids), want) <= WAY_NMSE["coop_mat"]
+        assert nmse(engine.prompt_logits(ids), want) <= KERNEL_NMSE["coop_mat"]
         engine.reset()
         engine.prompt(ids[:50])
-        assert nmse(engine.decode_logits(ids[50]), want[50]) <= WAY_NMSE["coop_mat"]
+        assert nmse(engine.decode_logits(ids[50]), want[50]) <= KERNEL_NMSE["coop_mat"]
         assert len(replans) == count, "scales stay"
 
 
@@ -283,7 +283,7 @@ def test_a_prompt_without_logits_is_run_again_too(tmp_path: Path, device: Device
         engine.prepare(prompt=49)
         engine.prompt(ids[:-1])
         assert replans and engine.n_past == 49
-        assert nmse(engine.decode_logits(ids[-1]), NumpyTwin(path).logits(ids)[-1]) <= WAY_NMSE["coop_mat"]
+        assert nmse(engine.decode_logits(ids[-1]), NumpyTwin(path).logits(ids)[-1]) <= KERNEL_NMSE["coop_mat"]
 
 
 @pytest.mark.vulkan

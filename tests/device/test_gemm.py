@@ -27,7 +27,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm
 from vkback.ops.matmul import pack as gemm_pack
 from vkback.ops.matmul import route as gemm_route
-from vkback.ops.matmul.gemm_problem import Gemm, GemmShape, Way, default_shape
+from vkback.ops.matmul.gemm_problem import Gemm, GemmKernel, GemmShape, default_shape
 from vkback.ops.matmul.linear_node import QUANTS, weight
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.workgroup import lanes_for
@@ -58,7 +58,7 @@ class Spec:
     """A product. ids: "" dense; "spread": experts by chance; "one": all tokens take the same; "few": one expert has a single token.
     narrow: on a CPU driver with tiles of eight columns instead of 16, which it compiles in half the time."""
 
-    way: Way
+    kernel: GemmKernel
     quant: str
     m: int
     n: int
@@ -74,7 +74,7 @@ class Spec:
     narrow: bool = False
 
     def __str__(self) -> str:
-        parts = [self.way, self.quant, f"{self.m}x{self.n}x{self.k}", self.ids and f"{self.ids}-{self.experts}-{self.used}"]
+        parts = [self.kernel, self.quant, f"{self.m}x{self.n}x{self.k}", self.ids and f"{self.ids}-{self.experts}-{self.used}"]
         parts += [] if self.shared else ["own-x"]
         return "-".join(p for p in (*parts, "bias" * self.bias, "residual" * self.residual, self.glu, self.out * (self.out != "F32")) if p)
 
@@ -104,8 +104,8 @@ def glu(spec: Spec, y: Array) -> Array:
 def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext, shape: GemmShape | None = None) -> float:
     """NMSE of a product."""
     rng = np.random.default_rng(zlib.crc32(str(spec).encode()))
-    shape = shape or default_shape(spec.way, spec.n, device.caps)
-    if spec.narrow and device.caps.software and spec.way != "coop_mat":
+    shape = shape or default_shape(spec.kernel, spec.n, device.caps)
+    if spec.narrow and device.caps.software and spec.kernel != "coop_mat":
         shape = dataclasses.replace(shape, tile_n=8)
     if spec.out == "Q8_1":
         shape = dataclasses.replace(shape, tile_m=shape.subgroups * lanes_for(device.caps)[0] * (8 if spec.glu else 4))
@@ -133,11 +133,11 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
             values[name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
             inputs.append(t)
             job = dataclasses.replace(job, bias=t) if name == "bias" else dataclasses.replace(job, residual=t)
-    if spec.way == "int_dot":
+    if spec.kernel == "int_dot":
         x8 = Tensor("x8", "Q8_1", x.shape)
         chain += quantize_dispatch(x, x8, ctx)
         job = dataclasses.replace(job, x=x8)
-    if spec.way == "coop_mat":
+    if spec.kernel == "coop_mat":
         experts = spec.experts if grouped else 0
         x16 = gemm_pack.packed("x16", slots, spec.k, shape, experts)
         chain.append(gemm_pack.pack_f16(x, x16, slots, shape, device.caps, routes=job.route, x_shared=job.x_shared))
@@ -164,26 +164,26 @@ def expected(spec: Spec, values: dict[str, npt.NDArray[Any]], w: Tensor) -> Arra
 
 
 def check(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext, shape: GemmShape | None = None) -> None:
-    bound = BOUNDS[spec.way] * (GLU_FACTOR if spec.glu else 1)
+    bound = BOUNDS[spec.kernel] * (GLU_FACTOR if spec.glu else 1)
     found = run_spec(spec, device, library, ctx, shape)
     assert found <= bound, f"NMSE {found:.2e}, bound {bound:.0e}"
 
 
 def specs() -> Iterator[Spec]:
     """Every type both ways; then, for a few types, what a product may have around it."""
-    for way in ("f32", "int_dot", "coop_mat"):
+    for kernel in ("f32", "int_dot", "coop_mat"):
         for quant in QUANTS:
-            if way != "int_dot" or quant not in ("F32", "F16", "BF16"):
-                yield Spec(way, quant, 45, 19, 512, narrow=True)
+            if kernel != "int_dot" or quant not in ("F32", "F16", "BF16"):
+                yield Spec(kernel, quant, 45, 19, 512, narrow=True)
         for quant in ("Q4_K", "MXFP4"):
-            yield Spec(way, quant, 33, 1, 256)
-            yield Spec(way, quant, 100, 7, 768, bias=True, residual=True)
-            yield Spec(way, quant, 70, 21, 256, glu="silu", bias=True)
-            yield Spec(way, quant, 70, 21, 256, glu="gelu")
+            yield Spec(kernel, quant, 33, 1, 256)
+            yield Spec(kernel, quant, 100, 7, 768, bias=True, residual=True)
+            yield Spec(kernel, quant, 70, 21, 256, glu="silu", bias=True)
+            yield Spec(kernel, quant, 70, 21, 256, glu="gelu")
             for ids in ("spread", "one", "few"):
-                yield Spec(way, quant, 40, 21, 256, ids=ids, bias=True)
-            yield Spec(way, quant, 34, 9, 256, ids="spread", shared=False, glu="oai", bias=True)
-            yield Spec(way, quant, 40, 3, 256, ids="spread", used=3, residual=True)
+                yield Spec(kernel, quant, 40, 21, 256, ids=ids, bias=True)
+            yield Spec(kernel, quant, 34, 9, 256, ids="spread", shared=False, glu="oai", bias=True)
+            yield Spec(kernel, quant, 40, 3, 256, ids="spread", used=3, residual=True)
     for k in (33, 65, 80):
         yield Spec("f32", "F16", 17, 9, k)
         yield Spec("coop_mat", "F16", 17, 9, k)
@@ -195,9 +195,9 @@ def specs() -> Iterator[Spec]:
 @pytest.mark.vulkan
 @pytest.mark.parametrize("spec", list(specs()), ids=str)
 def test_product(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    if spec.way == "int_dot" and not device.caps.int_dot:
+    if spec.kernel == "int_dot" and not device.caps.int_dot:
         pytest.skip(f"{device.caps.name} has no integer dot product")
-    if spec.way == "coop_mat" and matrix_shape(device.caps) is None:
+    if spec.kernel == "coop_mat" and matrix_shape(device.caps) is None:
         pytest.skip(f"{device.caps.name} has no cooperative matrices")
     check(spec, device, library, ctx)
 
@@ -391,7 +391,7 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
     shape = default_shape("f32", 4, device.caps)
     job = Gemm(w, x, y, 4)
     with pytest.raises(PlanError, match="takes x as Q8_1"):
-        gemm.lower(job, dataclasses.replace(shape, way="int_dot"), device.caps)
+        gemm.lower(job, dataclasses.replace(shape, kernel="int_dot"), device.caps)
     with pytest.raises(PlanError, match="no multiple"):
         gemm.lower(job, dataclasses.replace(shape, tile_m=shape.tile_m + 1), device.caps)
     with pytest.raises(PlanError, match="alternate gate and up"):

@@ -14,7 +14,7 @@ from vkback.models import Model
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_cases import mul_mat_case
-from vkback.plan.cost.flops import main_way, prompt_flops, seen_rows, way_of
+from vkback.plan.cost.flops import kernel_of, main_kernel, prompt_flops, seen_rows
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import too_long
@@ -57,23 +57,23 @@ def test_experts_count_as_often_as_they_are_used(models: Callable[[str], Model])
     assert used < prompt_flops(one, 1, 0) < 2 * used + sum(2 * n.inputs[0].elements for n in one.nodes if n.op == "MUL_MAT")
 
 
-def test_the_way_of_a_prompt_is_that_of_most_operations(models: Callable[[str], Model]) -> None:
+def test_the_kernel_of_a_prompt_is_that_of_most_operations(models: Callable[[str], Model]) -> None:
     graph = models("demo-dense").graph(512, 512, head="none")
-    assert main_way(plan(graph, planned_for(H200)).dispatches()) == "coop_mat"
+    assert main_kernel(plan(graph, planned_for(H200)).dispatches()) == "coop_mat"
     f32 = dataclasses.replace(planned_for(H200), act="f32")
-    assert main_way(plan(graph, f32).dispatches()) == "f32"
-    assert main_way(plan(graph, planned_for("amd_rx_6900_xt_radv")).dispatches()) == "int_dot", "it has no matrices"
+    assert main_kernel(plan(graph, f32).dispatches()) == "f32"
+    assert main_kernel(plan(graph, planned_for("amd_rx_6900_xt_radv")).dispatches()) == "int_dot", "it has no matrices"
     token = plan(models("demo-dense").graph(1, 512, head="last"), planned_for(H200)).dispatches()
-    assert main_way(token) == "int_dot", "GEMVs of the integer path"
-    assert main_way([]) is None
-    assert {way_of(d) for d in token if d.op in ("NORM", "GET_ROWS", "ROPE")} <= {None}
+    assert main_kernel(token) == "int_dot", "GEMVs of the integer path"
+    assert main_kernel([]) is None
+    assert {kernel_of(d) for d in token if d.op in ("NORM", "GET_ROWS", "ROPE")} <= {None}
 
 
 # -- on a device
 
 
 @pytest.mark.vulkan
-def test_every_way_of_the_device_has_a_rate(device: Device, library: ShaderLibrary) -> None:
+def test_every_kernel_of_the_device_has_a_rate(device: Device, library: ShaderLibrary) -> None:
     f32 = measure_math_rate(device, library, "f32")
     assert f32.tflops > 1e-4 and f32.name == "f32 rate" and f32.cut.endswith("threads")
     if device.caps.int_dot:

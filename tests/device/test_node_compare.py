@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params
-from prompt_ways import skip_without, way_params
+from prompt_kernels import kernel_params, skip_without
 from typer.testing import CliRunner
 
 from vkback.cli import main as cli
@@ -25,7 +25,7 @@ from vkback.evaluate.twin import NumpyTwin
 from vkback.harness.doctor import SWITCHES
 from vkback.models import Model
 from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows
 from vkback.paths import builtin_model
@@ -83,15 +83,15 @@ def test_a_right_run_is_within_the_band(name: str, sync: str, run: Run, right: t
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", ["coop_reg", "coop_mat"])
+@pytest.mark.parametrize("kernel", ["coop_reg", "coop_mat"])
 @pytest.mark.parametrize("name", ["demo-dense", "demo-moe"])
-def test_prompts_by_matrices_are_within_the_band(name: str, way: Way, run: Run, ctx: LowerContext) -> None:
+def test_prompts_by_matrices_are_within_the_band(name: str, kernel: GemmKernel, run: Run, ctx: LowerContext) -> None:
     """Few tokens decoded in registers, and a prompt with attention by matrices: activations packed as f16 and all."""
-    skip_without(way, ctx.caps)
-    context = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, way_params(way, ctx.caps), f"prompts by {way}"))
-    batch = Batch(tuple(range(1, 9 if way == "coop_reg" else 25)), 8 if way == "coop_reg" else 24, 64)
+    skip_without(kernel, ctx.caps)
+    context = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, kernel_params(kernel, ctx.caps), f"prompts by {kernel}"))
+    batch = Batch(tuple(range(1, 9 if kernel == "coop_reg" else 25)), 8 if kernel == "coop_reg" else 24, 64)
     model, found = run(name, context, batch)
-    assert any(f"/{way}.comp" in d.kernel.source for d in found.schedule.dispatches())
+    assert any(f"/{kernel}.comp" in d.kernel.source for d in found.schedule.dispatches())
     comparison = compared(model, found, batch)
     assert comparison.first is None, comparison.verdict
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for
 from make_gguf import llama_metadata, llama_tensors, write_gguf
-from prompt_ways import WAY_NMSE, engine_of, skip_without
+from prompt_kernels import KERNEL_NMSE, engine_of, skip_without
 
 import vkback
 from vkback import quants
@@ -20,7 +20,7 @@ from vkback.graph import Tensor
 from vkback.harness import runner
 from vkback.ops.codebooks import decoder
 from vkback.ops.matmul.choice import choose
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.matmul.linear_cases import mul_mat_case
 from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.storage import shards, weight_push
@@ -28,7 +28,7 @@ from vkback.plan.passes.linear import as_linear
 from vkback.plan.weight_layout import stored_type
 
 WITH_STEPS = [name for name in quants.WEIGHT_TYPES if quants.quant(name).step_factor]
-WAYS = [(name, False) for name in quants.WEIGHT_TYPES] + [(name, True) for name in WITH_STEPS]
+CASES = [(name, False) for name in quants.WEIGHT_TYPES] + [(name, True) for name in WITH_STEPS]
 
 UNITS_TO_F16 = """#version 450
 #extension GL_EXT_control_flow_attributes : require
@@ -60,7 +60,7 @@ void main() {
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize(("quant", "subnormals"), WAYS)
+@pytest.mark.parametrize(("quant", "subnormals"), CASES)
 @pytest.mark.parametrize("std", [0.02, 0.1])
 def test_units_become_f16(quant: str, subnormals: bool, std: float, tmp_path: Path) -> None:
     """Weights of a model's size, and larger ones. Scale and bias are rounded to f16, then the sum, and on llvmpipe, which has no fma of
@@ -111,7 +111,7 @@ def test_tables_coarse_weights_and_types_decide() -> None:
         shape = choose(node, ctx).shape
         assert shape is not None and shape.subnormals == expected
         coarse = choose(node, dataclasses.replace(ctx, coarse=frozenset({node.w.name}))).shape
-        assert coarse is not None and not coarse.subnormals and coarse.way == shape.way
+        assert coarse is not None and not coarse.subnormals and coarse.kernel == shape.kernel
 
 
 def test_a_case_knows_its_coarse_weights() -> None:
@@ -123,10 +123,10 @@ def test_a_case_knows_its_coarse_weights() -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", ["coop_reg", "coop_mat"])
-def test_a_model_with_coarse_weights(way: Way, tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize("kernel", ["coop_reg", "coop_mat"])
+def test_a_model_with_coarse_weights(kernel: GemmKernel, tmp_path: Path, device: Device) -> None:
     """Weights of one matrix have steps of about 1: by way of subnormals they overflow. The loader tells; plans leave just them out."""
-    skip_without(way, device.caps)
+    skip_without(kernel, device.caps)
     tensors = llama_tensors(tied=False)
     for name, (_, values) in tensors.items():
         if values.ndim == 2:
@@ -134,9 +134,9 @@ def test_a_model_with_coarse_weights(way: Way, tmp_path: Path, device: Device) -
             tensors[name] = "Q8_0", quants.encode("Q8_0", np.float32(gain) * values)
     path = write_gguf(tmp_path / "coarse.gguf", "llama", llama_metadata(context_length=96), tensors)
     ids = [int(i) for i in np.random.default_rng(4).integers(32, size=16)]
-    with engine_of(path, device, way, n_ctx=96, ubatch=16, subnormals=True) as engine:
+    with engine_of(path, device, kernel, n_ctx=96, ubatch=16, subnormals=True) as engine:
         assert engine.ctx.coarse == {"blk.0.ffn_gate.weight+blk.0.ffn_up.weight"} and not engine.ctx.beyond_f16
-        products = [d for d in engine._plans.prompt(16, "none").dispatches() if d.kernel.source == f"gemm/{way}.comp"]
+        products = [d for d in engine._plans.prompt(16, "none").dispatches() if d.kernel.source == f"gemm/{kernel}.comp"]
         by_subnormals = {d.label: dict(d.kernel.spec).get("SUBNORMALS", 0) for d in products}
         assert sorted(set(by_subnormals.values())) == [0, 1], by_subnormals
-        assert nmse(engine.prompt_logits(ids), NumpyTwin(path).logits(ids)) <= WAY_NMSE[way]
+        assert nmse(engine.prompt_logits(ids), NumpyTwin(path).logits(ids)) <= KERNEL_NMSE[kernel]

@@ -581,7 +581,7 @@ def test_what_a_model_refuses(model: vkback.LoadedModel, device: Device) -> None
 @pytest.mark.vulkan
 def test_a_profile_has_a_phase_for_the_prompt_and_one_for_the_tokens(model: vkback.LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_model, "device_costs", lambda *_: Costs(10.0, 5.0, 2.0, "stated"))
-    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, way: MathRate(way, 1e11, "stated"))
+    monkeypatch.setattr(profile_model, "measure_math_rate", lambda device, library, kernel: MathRate(kernel, 1e11, "stated"))
     session = model.session()
     session.generate(PROMPT, max_tokens=2)
     want = session.fork().generate(max_tokens=1).tokens

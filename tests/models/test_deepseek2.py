@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from prompt_ways import skip_without, way_params
+from prompt_kernels import kernel_params, skip_without
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
@@ -211,7 +211,7 @@ def test_barrier_free_stages_change_no_bit(barrier_free: None, path: Callable[[s
 @pytest.mark.vulkan
 def test_products_by_heads_by_matrices(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     skip_without("coop_mat", device.caps)
-    matrices = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, way_params("coop_mat", device.caps), "test"))
+    matrices = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, kernel_params("coop_mat", device.caps), "test"))
     case = next(c for c in OPS["LINEAR_HEADS"].cases() if "n=37" in c.line)
     assert "gemm/coop_mat.comp" in {d.kernel.source for d in OPS["LINEAR_HEADS"].lower(case.build().node, matrices)}
     outcome = run_case(device, library, case, matrices)

@@ -1,4 +1,4 @@
-"""Prompt logits of each way of multiplying against the numpy twin, by programs of 16 to 512 tokens, whole and padded."""
+"""Prompt logits of each GEMM kernel against the numpy twin, by programs of 16 to 512 tokens, whole and padded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
-from prompt_ways import WAY_NMSE, engine_of, kernels_of, skip_without
+from prompt_kernels import KERNEL_NMSE, engine_of, kernels_of, skip_without
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.paths import builtin_models
 
 pytestmark = pytest.mark.vulkan
@@ -53,42 +53,44 @@ def wanted(paths: dict[str, Path]) -> Callable[[str], np.ndarray]:
     return get
 
 
-@pytest.fixture(params=[(name, way) for way in KERNEL for name in NAMES], ids="-".join, scope="module")
-def running(request: pytest.FixtureRequest, device: Device, paths: dict[str, Path]) -> Iterator[tuple[str, Way, Engine]]:
-    name, way = request.param
-    skip_without(way, device.caps)
-    with engine_of(paths[name], device, way, n_ctx=N_CTX) as engine:
-        yield name, way, engine
+@pytest.fixture(params=[(name, kernel) for kernel in KERNEL for name in NAMES], ids="-".join, scope="module")
+def running(request: pytest.FixtureRequest, device: Device, paths: dict[str, Path]) -> Iterator[tuple[str, GemmKernel, Engine]]:
+    name, kernel = request.param
+    skip_without(kernel, device.caps)
+    with engine_of(paths[name], device, kernel, n_ctx=N_CTX) as engine:
+        yield name, kernel, engine
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prompt_logits_are_the_twin_s(length: int, running: tuple[str, Way, Engine], wanted: Callable[[str], np.ndarray]) -> None:
-    name, way, engine = running
+def test_prompt_logits_are_the_twin_s(length: int, running: tuple[str, GemmKernel, Engine], wanted: Callable[[str], np.ndarray]) -> None:
+    name, kernel, engine = running
     want = wanted(name)[:length]
     engine.reset()
     got = engine.prompt_logits(ids(length, want.shape[1]))
-    assert nmse(got, want) <= WAY_NMSE[way]
+    assert nmse(got, want) <= KERNEL_NMSE[kernel]
     # No token hides behind the others: a wrong one of 512 would add 2 / 512 at most.
     rows = np.square(got - want).sum(axis=1) / np.square(want).sum(axis=1)
-    assert rows.max() <= 100 * WAY_NMSE[way], f"token {rows.argmax()}"
+    assert rows.max() <= 100 * KERNEL_NMSE[kernel], f"token {rows.argmax()}"
 
 
 @pytest.mark.parametrize("length", [17, 333])
-def test_a_token_after_a_prompt_is_the_twin_s(length: int, running: tuple[str, Way, Engine], wanted: Callable[[str], np.ndarray]) -> None:
+def test_a_token_after_a_prompt_is_the_twin_s(
+    length: int, running: tuple[str, GemmKernel, Engine], wanted: Callable[[str], np.ndarray]
+) -> None:
     """Through the programs that make no logits, whose rows of the cache the next token reads."""
-    name, way, engine = running
+    name, kernel, engine = running
     want = wanted(name)
     tokens = ids(N_CTX, want.shape[1])
     engine.reset()
     engine.prompt(tokens[:length])
-    assert nmse(engine.decode_logits(tokens[length]), want[length]) <= WAY_NMSE[way]
+    assert nmse(engine.decode_logits(tokens[length]), want[length]) <= KERNEL_NMSE[kernel]
 
 
-def test_it_goes_that_way(running: tuple[str, Way, Engine]) -> None:
-    _, way, engine = running
+def test_it_runs_that_kernel(running: tuple[str, GemmKernel, Engine]) -> None:
+    _, kernel, engine = running
     for tokens in (16, 512):
         kernels = kernels_of(engine, tokens)
-        assert KERNEL[way] in kernels
-        others = {KERNEL[w] for w in KERNEL if w != way} - ({KERNEL["f32"]} if way == "int_dot" else set())  # F32 weights of a router
+        assert KERNEL[kernel] in kernels
+        others = {KERNEL[w] for w in KERNEL if w != kernel} - ({KERNEL["f32"]} if kernel == "int_dot" else set())  # F32 weights of a router
         assert not kernels & others
-        assert ("attention/prompt/prompt_matrix.comp" in kernels) == (way == "coop_mat")
+        assert ("attention/prompt/prompt_matrix.comp" in kernels) == (kernel == "coop_mat")

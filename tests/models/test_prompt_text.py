@@ -7,28 +7,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
-from prompt_ways import WAY_NMSE, engine_of, skip_without
+from prompt_kernels import KERNEL_NMSE, engine_of, skip_without
 
 from vkback.device import Device
 from vkback.evaluate.prompt_text import MARGIN, check_text, compared
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 
 PROMPT, ON_A_CPU, STEPS = 2000, 1100, 24
 """Tokens of a prompt, and of one on a CPU driver: still several programs of the largest size and a window that was left behind."""
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", ["f32", "coop_mat", "int_dot"])
-def test_text_after_a_long_prompt(way: Way, tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize("kernel", ["f32", "coop_mat", "int_dot"])
+def test_text_after_a_long_prompt(kernel: GemmKernel, tmp_path: Path, device: Device) -> None:
     """A model with windows, sinks and experts, in weights of eight and four bits."""
-    skip_without(way, device.caps)
+    skip_without(kernel, device.caps)
     path = write_gguf(tmp_path / "long.gguf", "gpt-oss", gpt_oss_metadata(context_length=2100), gpt_oss_tensors())
     ids = [int(i) for i in np.random.default_rng(2).integers(160, size=ON_A_CPU if device.caps.software else PROMPT)]
-    with engine_of(path, device, way, n_ctx=len(ids) + STEPS) as engine:
+    with engine_of(path, device, kernel, n_ctx=len(ids) + STEPS) as engine:
         found = check_text(engine, ids, STEPS)
     assert not found.wrong, found.text
     assert found.counted > STEPS / 2, found.text
-    assert found.nmse <= WAY_NMSE[way], found.text
+    assert found.nmse <= KERNEL_NMSE[kernel], found.text
 
 
 def test_only_steps_with_a_margin_count() -> None:

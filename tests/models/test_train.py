@@ -102,14 +102,14 @@ def test_gradients_are_the_slopes_of_the_loss(arch: str, tmp_path: Path) -> None
     slopes = {t.name: twin.steps.read(gradient(t)) for t in twin.training.trained}
     kinds = {name.split(".")[-2] for name in kept} if arch in ("gemma3", "gpt2") else set()
     for kind in (None, *sorted(kinds)):
-        way = {name: rng.standard_normal(w.shape) for name, w in kept.items() if kind in (None, name.split(".")[-2])}
+        direction = {name: rng.standard_normal(w.shape) for name, w in kept.items() if kind in (None, name.split(".")[-2])}
         found = []
         for step in (1e-6, -1e-6):
             for t in twin.training.trained:
-                twin.steps.write(t, kept[t.name] + step * way.get(t.name, 0.0))
+                twin.steps.write(t, kept[t.name] + step * direction.get(t.name, 0.0))
             found.append(twin.loss(tokens, targets))
         slope = (found[0] - found[1]) / 2e-6
-        wanted = sum(float(np.sum(slopes[name] * d)) for name, d in way.items())
+        wanted = sum(float(np.sum(slopes[name] * d)) for name, d in direction.items())
         assert slope == pytest.approx(wanted, rel=1e-5, abs=1e-6), kind
 
 

@@ -12,7 +12,7 @@ from validation_kit import use, validated
 from vkback.device import Recorder
 from vkback.engine import prompts as prompt_module
 from vkback.engine.engine import Engine
-from vkback.engine.weights import RepackWay
+from vkback.engine.weights import Repack
 from vkback.harness.cases import find_case
 from vkback.harness.runner import prepare
 from vkback.harness.suite import Suite
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.vulkan
 @pytest.mark.parametrize("mode", [True, "sync"], ids=["core", "sync"])
 def test_a_model_runs_without_a_message(mode: Any, path: Any) -> None:
     with validated(mode) as device:
-        loads: tuple[tuple[str, RepackWay], ...] = (("all", "host"), ("none", "device"))
+        loads: tuple[tuple[str, Repack], ...] = (("all", "host"), ("none", "device"))
         for fusion, repack in loads:
             with Engine.load(
                 path, device, n_ctx=96, fusion=fusion, progress=False, repack=repack, meanwhile=lambda engine: engine.compile(logits=True)

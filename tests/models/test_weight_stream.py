@@ -24,7 +24,7 @@ from vkback.engine import weights as weights_module
 from vkback.engine.engine import Engine
 from vkback.engine.load_bar import LoadBar
 from vkback.engine.sampler import Sampler
-from vkback.engine.weights import RepackWay, WeightLoad, load_weights, repacks
+from vkback.engine.weights import Repack, WeightLoad, load_weights, repacks
 from vkback.gguf.file import SplitFile
 from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model
@@ -72,8 +72,8 @@ def weight_of(how: Any, count: int, type: str, rows: int, k: int, path: Path) ->
     return file_of(tensors, path), Tensor("w", type, (sum(lengths), k), "weight", Recipe(how, tuple(tensors)))
 
 
-def planes_on(device: Device, library: ShaderLibrary, file: GgufFile, weight: Tensor, way: RepackWay) -> list[Bytes]:
-    loaded = load_weights(file, {weight.name: weight}, device, library, progress=False, way=way)
+def planes_on(device: Device, library: ShaderLibrary, file: GgufFile, weight: Tensor, repack: Repack) -> list[Bytes]:
+    loaded = load_weights(file, {weight.name: weight}, device, library, progress=False, repack=repack)
     with loaded.arena:
         found = []
         for shard, where in zip(shards(weight, device.caps), loaded.ranges[weight.name].shards, strict=True):
@@ -83,7 +83,7 @@ def planes_on(device: Device, library: ShaderLibrary, file: GgufFile, weight: Te
 
 
 def same(device: Device, library: ShaderLibrary, file: GgufFile, weight: Tensor) -> None:
-    got, want = (planes_on(device, library, file, weight, way) for way in ("device", "host"))
+    got, want = (planes_on(device, library, file, weight, repack) for repack in ("device", "host"))
     assert len(got) == len(want) and all(np.array_equal(a, b) for a, b in zip(got, want, strict=True)), weight
 
 
@@ -188,7 +188,7 @@ def test_a_type_without_a_table_is_repacked_by_the_host_beside_others(
     file = file_of({type: (type, (24, 256), data) for type, data in raw.items()}, tmp_path / "m")
     weights = {type: Tensor(type, type, (24, 256), "weight", Recipe("plain", (type,))) for type in raw}
     monkeypatch.setattr(weights_module, "moves_words", lambda type: type != "Q6_K")
-    loaded = load_weights(file, weights, device, library, progress=False, way="device")
+    loaded = load_weights(file, weights, device, library, progress=False, repack="device")
     with loaded.arena:
         for type, data in raw.items():
             assert np.array_equal(device.download(loaded.ranges[type].shards[0]), quants.to_device(type, data, 256)), type
@@ -203,7 +203,7 @@ def dense() -> Model:
 def test_a_model_loaded_either_way_says_the_same(device: Device) -> None:
     path = builtin_model("demo-dense")
     logits = []
-    ways: tuple[RepackWay, ...] = ("device", "host")
+    ways: tuple[Repack, ...] = ("device", "host")
     for repack in ways:
         with Engine.load(path, device, n_ctx=32, progress=False, repack=repack) as engine:
             assert (engine.load_times.total_s > 0) == (repack == "device")
@@ -220,12 +220,12 @@ def with_halves(file: GgufFile, name: str, block: int, bits: int) -> GgufFile:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("way", ["device", "host"])
-def test_scales_that_are_no_numbers_or_too_large_are_found(way: RepackWay, device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
+@pytest.mark.parametrize("repack", ["device", "host"])
+def test_scales_that_are_no_numbers_or_too_large_are_found(repack: Repack, device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     file, weight = weight_of("interleave", 2, "Q8_0", 40, 96, tmp_path / "m")
 
     def load(file: GgufFile) -> frozenset[str]:
-        loaded = load_weights(file, {"w": weight}, device, library, progress=False, way=way)
+        loaded = load_weights(file, {"w": weight}, device, library, progress=False, repack=repack)
         loaded.arena.destroy()
         return loaded.beyond_f16
 
@@ -251,20 +251,20 @@ def test_a_file_that_changes_or_ends_is_refused_and_leaves_nothing(
     def alive() -> dict[str, int]:
         return {k: n for k, n in device.live_objects().items() if k in ("Arena", "Buffer", "Memory", "Commands", "DescriptorPool")}
 
-    load_weights(model.file, weights, device, library, progress=False, way="device").arena.destroy()
+    load_weights(model.file, weights, device, library, progress=False, repack="device").arena.destroy()
     before, handles = alive(), len(list(Path("/proc/self/fd").iterdir()))
     with path.open("r+b") as f:
         f.seek(path.stat().st_size - 1)
         f.write(b"x")
     with pytest.raises(GgufError, match=r"m\.gguf: the file has changed since it was opened"):
-        load_weights(model.file, weights, device, library, progress=False, way="device")
+        load_weights(model.file, weights, device, library, progress=False, repack="device")
     assert alive() == before
 
     model = Model.open(path)
     os.truncate(path, path.stat().st_size - 100)
     monkeypatch.setattr(SplitFile, "reopened", lambda self: os.open(self.path, os.O_RDONLY))  # as if it had become shorter only now
     with pytest.raises(GgufError, match=r"m\.gguf: tensor .*: the file ends at byte \d+ now, it was longer"):
-        load_weights(model.file, weights, device, library, progress=False, way="device")
+        load_weights(model.file, weights, device, library, progress=False, repack="device")
     assert alive() == before
     assert len(list(Path("/proc/self/fd").iterdir())) <= handles
 
@@ -282,7 +282,7 @@ def test_no_memory_leaves_nothing(device: Device, library: ShaderLibrary, dense:
 
     monkeypatch.setattr(device, "arena", arena)
     with pytest.raises(OutOfDeviceMemory, match="for repacking of weights"):
-        load_weights(dense.file, weights, device, library, progress=False, way="device")
+        load_weights(dense.file, weights, device, library, progress=False, repack="device")
     assert {**device.live_objects(), "Pipeline": 0} == {**before, "Pipeline": 0}
 
 
@@ -303,7 +303,7 @@ def test_a_device_lost_in_a_load_is_said_and_can_be_closed(dense: Model, monkeyp
     monkeypatch.setattr(weight_stream, "CHUNK_BYTES", 1 << 20)
     weights = {n: t for n, t in dense.graph(1, 32, head="last").tensors().items() if t.kind == "weight"}
     device = Device.open(0)
-    load = WeightLoad(dense.file, weights, device, way="device")
+    load = WeightLoad(dense.file, weights, device, repack="device")
 
     def lose(what: str) -> None:
         if what == "uploading" and not hasattr(lose, "done"):

@@ -459,7 +459,7 @@ def test_products_in_registers_wait_for_arrivals(before: int, n: int, device: De
             found.append(runs[0])
     for others in found[1:3]:
         np.testing.assert_array_equal(found[0].view(np.uint32), others.view(np.uint32))
-    assert before or all(nmse(got, twin) < 1e-5 for got in found)  # f16 operands: as WAY_NMSE of tests/prompt_ways.py says
+    assert before or all(nmse(got, twin) < 1e-5 for got in found)  # f16 operands: as KERNEL_NMSE of tests/prompt_kernels.py says
 
 
 @pytest.mark.vulkan

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from each_choice import class_of, cover, parts, values_of, ways_in
+from each_choice import class_of, cover, kernels_in, parts, values_of
 from suite_cases import CASES, RUNS
 
 from vkback.harness.cases import find_case
 
-WGS, WAYS, TEXTS = (8, 16, 32), ("f32", "int_dot", "coop_mat"), (("a", 1), ("b", 1), ("a", 2))
+WGS, KERNELS, TEXTS = (8, 16, 32), ("f32", "int_dot", "coop_mat"), (("a", 1), ("b", 1), ("a", 2))
 
 
 def item(*marks: str, **params: Any) -> Any:
@@ -36,7 +36,7 @@ def test_a_case_has_the_values_of_its_line() -> None:
     assert ("MUL_MAT", "type_a", "'q4_K'") in found
     assert class_of((5, 7, 1, 64, -2, 0, True)) == ("other", "1", "of 32", "below 0", "0", "True")
     assert not any("seed" in str(part) for part in found)
-    assert set(ways_in(("tiny-llama", ("f32", 3)))) == {"f32"}
+    assert set(kernels_in(("tiny-llama", ("f32", 3)))) == {"f32"}
 
 
 def test_every_op_stays_and_every_type_on_each_path() -> None:
@@ -54,9 +54,9 @@ def test_every_op_stays_and_every_type_on_each_path() -> None:
 
 def test_rows_stay_whole_and_matrices_stand_in_for_nothing() -> None:
     names = ("wg", "way", "text", "size")
-    crossed = [(wg, way, *row) for wg, way, row in product(WGS, WAYS, TEXTS)]
+    crossed = [(wg, kernel, *row) for wg, kernel, row in product(WGS, KERNELS, TEXTS)]
     chosen = cover([frozenset(values_of(item("wg", "way", "text, size", **dict(zip(names, one, strict=True))))) for one in crossed])
-    assert len(chosen) == 6 and {crossed[i][1] for i in chosen} == set(WAYS)
+    assert len(chosen) == 6 and {crossed[i][1] for i in chosen} == set(KERNELS)
     for matrices in (True, False):
         own = [crossed[i] for i in chosen if (crossed[i][1] == "coop_mat") == matrices]
         assert {one[0] for one in own} == set(WGS) and {one[2:] for one in own} == set(TEXTS)

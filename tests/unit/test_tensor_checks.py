@@ -95,5 +95,5 @@ def test_weights_that_are_no_numbers_are_named(name: str, tables: Callable[[str]
         file = replace(model.file, tensors={**model.file.tensors, tensor: replace(found, offset=0, file=damaged)})
         where = "it" if len(found.shape) == 1 else r"row \d+"
         with pytest.raises(GgufError, match=rf"m\.gguf: tensor {found.name} \({found.type} .*\): {where} holds weights that are NaN"):
-            load_weights(file, {tensor: users[tensor]}, device, progress=False, way="host")
-        load_weights(model.file, {tensor: users[tensor]}, device, progress=False, way="host")
+            load_weights(file, {tensor: users[tensor]}, device, progress=False, repack="host")
+        load_weights(model.file, {tensor: users[tensor]}, device, progress=False, repack="host")

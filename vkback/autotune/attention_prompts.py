@@ -149,7 +149,7 @@ def with_point(ctx: LowerContext, point: PromptPoint) -> LowerContext:
 def actual(node: Node, ctx: LowerContext) -> PromptPoint:
     """The point that a kernel is built for by the tables of a context."""
     shape = prompt_shape(node, ctx)
-    return PromptPoint("decode") if shape is None else PromptPoint(shape.way, shape.tile_q, shape.tile_kv, shape.warps)
+    return PromptPoint("decode") if shape is None else PromptPoint(shape.kernel, shape.tile_q, shape.tile_kv, shape.warps)
 
 
 def lowered(node: Node, point: PromptPoint, ctx: LowerContext) -> list[Dispatch]:
@@ -195,7 +195,7 @@ def neighbours(point: PromptPoint, caps: Capabilities) -> Iterator[PromptPoint]:
 
 
 def guesses(caps: Capabilities) -> Iterator[PromptPoint]:
-    """Points of each way that have won somewhere."""
+    """Points of each kernel that have won somewhere."""
     yield PromptPoint("decode")
     if caps.software:
         yield from (PromptPoint("plain", 16, 8, 1), PromptPoint("plain", 8, 4, 1))

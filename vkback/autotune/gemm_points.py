@@ -171,10 +171,10 @@ def point_of(choice: ProductChoice) -> GemmPoint:
     s = choice.shape
     if s is None:
         return GemmPoint("gemv")
-    if s.way == "coop_reg":
+    if s.kernel == "coop_reg":
         return GemmPoint("coop_reg", s.tile_m, s.tile_n, warp_m=s.warp_m, slice_k=s.slice_k)
-    if s.way != "coop_mat":
-        return GemmPoint(s.way, tile_n=s.tile_n)
+    if s.kernel != "coop_mat":
+        return GemmPoint(s.kernel, tile_n=s.tile_n)
     return GemmPoint("coop_mat", s.tile_m, s.tile_n, s.step_k, s.warp_m, s.warp_n, s.split_k)
 
 

@@ -9,7 +9,7 @@ from vkback.autotune.gemm_points import GemmPoint
 from vkback.autotune.gemv_rows import Range, edges
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import TuneResult
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.matmul.gemv import MAX_COLUMNS
 from vkback.timing.math_rate import MathRates
 from vkback.tuning.table import row_lines
@@ -45,15 +45,15 @@ def _tokens(result: Result, ends: Range) -> Range:
     return max(2, low), min(high, MAX_COLUMNS * passes) if result.after.kernel == "gemv" else high
 
 
-def way_of(result: Result) -> Way:
+def kernel_of(result: Result) -> GemmKernel:
     """How the kernel of a result multiplies."""
     kernel = result.after.kernel
     return kernel if kernel != "gemv" else "int_dot" if result.match["path"] == "int" else "f32"
 
 
 def math_share(result: Result, rates: MathRates) -> float:
-    """Operations a second of what a result came to over the device's math rate by the way of its kernel."""
-    return tflops(result, result.latency) / rates.of(way_of(result)).tflops
+    """Operations a second of what a result came to over the device's math rate of its kernel."""
+    return tflops(result, result.latency) / rates.of(kernel_of(result)).tflops
 
 
 def tflops(result: Result, us: float) -> float:

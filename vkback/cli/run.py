@@ -214,10 +214,10 @@ def generate(
 def prompt_text(words: Sequence[str], given: str | None, file: Path | None) -> str:
     """The text to continue, by whichever way it came. One line end at its end is dropped of a file's and of stdin's: editors put it there.
     Raises UsageError where there is none, or more than one."""
-    ways = [*(["TEXT"] if words else []), *([] if given is None else ["-p"]), *([] if file is None else ["-f"])]
-    if len(ways) > 1:
-        raise UsageError(f"{' and '.join(ways)} exclude each other: each gives the text to continue")
-    if not ways:
+    inputs = [*(["TEXT"] if words else []), *([] if given is None else ["-p"]), *([] if file is None else ["-f"])]
+    if len(inputs) > 1:
+        raise UsageError(f"{' and '.join(inputs)} exclude each other: each gives the text to continue")
+    if not inputs:
         raise UsageError("no text to continue; give one, as vkback run 'Once upon a time', -p TEXT, -f FILE, or -p - for stdin")
     if given == "-" or file == Path("-"):
         text, named = unicode_text(sys.stdin.read(), "stdin").removesuffix("\n"), "stdin"

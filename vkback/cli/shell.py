@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vkback.models.adapter import Given
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
-    from vkback.ops.matmul.gemm_problem import Way
+    from vkback.ops.matmul.gemm_problem import GemmKernel
     from vkback.program import CompileTotals
 
 Loaded = TypeVar("Loaded")
@@ -155,7 +155,7 @@ class EngineLike(Protocol):
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int: ...
 
-    def prompt_way(self, tokens: int) -> Way | None: ...
+    def prompt_kernel(self, tokens: int) -> GemmKernel | None: ...
 
     @property
     def ubatch(self) -> int: ...
@@ -544,12 +544,12 @@ def measured_read_rate(device: Any) -> float:
     return measure_read_rate(device, ShaderLibrary()).gb_s
 
 
-def measured_math_rate(device: Any, way: Way) -> float:
-    """TFLOPS at which an open `vkback.device.Device` was just measured to multiply in registers by a way."""
+def measured_math_rate(device: Any, kernel: GemmKernel) -> float:
+    """TFLOPS at which an open `vkback.device.Device` was just measured to multiply in registers, with a kernel's arithmetic."""
     from vkback.shader import ShaderLibrary
     from vkback.timing.math_rate import measure_math_rate
 
-    return measure_math_rate(device, ShaderLibrary(), way).tflops
+    return measure_math_rate(device, ShaderLibrary(), kernel).tflops
 
 
 def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **further: Any) -> Any:

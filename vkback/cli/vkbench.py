@@ -44,7 +44,7 @@ from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
 from vkback.report.build import build_info
 
 if TYPE_CHECKING:
-    from vkback.ops.matmul.gemm_problem import Way
+    from vkback.ops.matmul.gemm_problem import GemmKernel
 
 FEEDS = get_args(Feed)
 
@@ -203,7 +203,7 @@ def _measure_all(
     head = ""
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
-    math_rates: dict[Way, float] = {}
+    math_rates: dict[GemmKernel, float] = {}
     try:
         for path, (act, ubatch, cache) in product(files, variants):
             progress = settings.progress or sys.stderr.isatty()
@@ -234,18 +234,20 @@ def _measure_all(
                 writer.footer(settings.build)
 
 
-def _with_flops(result: BenchResult, engine: EngineLike, test: BenchTest, rate: float | None, known: dict[Way, float]) -> BenchResult:
-    """A prompt's result with its operations and the math rate of the way that makes most of them.
+def _with_flops(
+    result: BenchResult, engine: EngineLike, test: BenchTest, rate: float | None, known: dict[GemmKernel, float]
+) -> BenchResult:
+    """A prompt's result with its operations and the math rate of the kernel that makes most of them.
 
     rate   TFLOPS that the user gave, None to measure it, 0 to do without
-    known  rates measured so far, by way
+    known  rates measured so far, by kernel
     """
-    way = engine.prompt_way(test.n_prompt)
-    if rate is None and way is not None and way not in known:
-        known[way] = measured_math_rate(engine.device, way)
-    found = rate if rate is not None else known.get(way) if way is not None else None
+    kernel = engine.prompt_kernel(test.n_prompt)
+    if rate is None and kernel is not None and kernel not in known:
+        known[kernel] = measured_math_rate(engine.device, kernel)
+    found = rate if rate is not None else known.get(kernel) if kernel is not None else None
     flops = engine.prompt_flops(test.n_prompt, test.n_depth)
-    return replace(result, prompt_flops=flops, math_way=way or "", math_rate_tflops=found or None)
+    return replace(result, prompt_flops=flops, math_way=kernel or "", math_rate_tflops=found or None)
 
 
 def _circumstances(settings: Settings, engine: EngineLike) -> str:

@@ -32,7 +32,7 @@ from vkback.engine.readback import Readback
 from vkback.engine.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.engine.snapshot import Snapshot
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
-from vkback.engine.weights import REPACK_WAYS, LoadedWeights, RepackWay, WeightLoad
+from vkback.engine.weights import REPACKS, LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
 from vkback.events import log
 from vkback.gguf.tokenizer import Tokenizer
@@ -44,9 +44,9 @@ from vkback.models.registry import Model
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import ACTS, Act, LowerContext
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
-from vkback.plan.cost.flops import main_way, prompt_flops
+from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
 from vkback.plan.passes.fuse import FUSIONS
 from vkback.plan.schedule import Schedule
@@ -81,7 +81,7 @@ class Engine:
         cache: CacheTypes = F16_CACHE,
         exact: bool = False,
         meanwhile: Callable[[Engine], object] | None = None,
-        repack: RepackWay | None = None,
+        repack: Repack | None = None,
     ) -> None:
         self.model = model
         self.cache_types = cache
@@ -140,7 +140,7 @@ class Engine:
         lora: LoraLike | Sequence[Given] | None = None,
         lora_scale: float | Sequence[float] = 1.0,
         meanwhile: Callable[[Engine], object] | None = None,
-        repack: RepackWay | None = None,
+        repack: Repack | None = None,
     ) -> Engine:
         """Open a GGUF file and bring it to a device.
 
@@ -155,7 +155,7 @@ class Engine:
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/engine/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
-        for name, value, known in (("act", act, ACTS), ("fusion", fusion, FUSIONS), ("repack", repack, (None, *REPACK_WAYS))):
+        for name, value, known in (("act", act, ACTS), ("fusion", fusion, FUSIONS), ("repack", repack, (None, *REPACKS))):
             if value not in known:
                 raise EngineError(f"[engine] {name} is {value}, expected one of {', '.join(k for k in known if k)}")
         if n_ctx is not None and n_ctx < 1:
@@ -202,10 +202,10 @@ class Engine:
         return engine
 
     def _load(
-        self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: RepackWay | None
+        self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: Repack | None
     ) -> LoadedWeights:
         """Bring weights to the device, and meanwhile do other things."""
-        with WeightLoad(self.model.file, weights, self.device, self.library, way=repack) as load:
+        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack) as load:
             self.weights = load.ranges
             with LoadBar(load.total_bytes, shown=progress) as bar:
                 if meanwhile is None:
@@ -292,9 +292,9 @@ class Engine:
         """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights, attention (vkback/plan/cost/flops.py)."""
         return prompt_flops(self._plans.graph(1, "none"), tokens, n_past)
 
-    def prompt_way(self, tokens: int) -> Way | None:
+    def prompt_kernel(self, tokens: int) -> GemmKernel | None:
         """How the kernels of a prompt multiply that make most of its operations."""
-        return main_way(self._prompts.dispatches([tokens]))
+        return main_kernel(self._prompts.dispatches([tokens]))
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Tensors of a kind that programs of one and of several tokens use."""

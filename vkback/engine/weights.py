@@ -33,10 +33,10 @@ from vkback.shader import ShaderLibrary
 
 Bytes = npt.NDArray[np.uint8]
 
-RepackWay = Literal["device", "host"]
+Repack = Literal["device", "host"]
 """Who repacks."""
 
-REPACK_WAYS: tuple[RepackWay, ...] = ("device", "host")
+REPACKS: tuple[Repack, ...] = ("device", "host")
 
 CHUNK_BYTES = 1 << 20
 """File bytes that a core of the host repacks at a time: they fit its cache."""
@@ -45,7 +45,7 @@ VECTORS_BYTES = 1 << 20
 """Of a staging slot for weights of one axis."""
 
 
-def repacks(caps: Capabilities) -> RepackWay:
+def repacks(caps: Capabilities) -> Repack:
     """Who repacks weights for a device. A core of a host repacks 1.3 to 2.8 GB/s, a GPU more than PCIe brings; a CPU driver is the host."""
     return "host" if caps.software else "device"
 
@@ -93,10 +93,10 @@ class WeightLoad:
         device: Device,
         library: ShaderLibrary | None = None,
         *,
-        way: RepackWay | None = None,
+        repack: Repack | None = None,
     ) -> None:
         """weights: by name, with the recipes that say which tensors of the file make them. The size is known, and all memory taken, before
-        anything is read. way: who repacks, by default `repacks`; the device needs `library`. The host does where a weight is decoded."""
+        anything is read. repack: where, by default `repacks`; the device needs `library`. The host does where a weight is decoded."""
         self._file, self._device = file, device
         self.total_bytes = sum(file_bytes(file, w) for w in weights.values())
         self.times = StreamTimes()
@@ -112,7 +112,7 @@ class WeightLoad:
                 self.ranges[w.name] = WeightRanges(tuple(self.arena.alloc(size, w.name) for size in sizes))
             self._vectors = {w: vector_values(file, w) for w in weights.values() if len(w.shape) == 1}
             matrices = [w for w in weights.values() if len(w.shape) > 1]
-            by_device = (way or repacks(device.caps)) == "device"
+            by_device = (repack or repacks(device.caps)) == "device"
             streamed = {
                 w: self.ranges[w.name].shards
                 for w in matrices
@@ -214,10 +214,10 @@ def load_weights(
     library: ShaderLibrary | None = None,
     *,
     progress: bool = True,
-    way: RepackWay | None = None,
+    repack: Repack | None = None,
 ) -> LoadedWeights:
     """Bring weights to the device; see `WeightLoad`."""
-    with WeightLoad(file, weights, device, library, way=way) as load, LoadBar(load.total_bytes, shown=progress) as bar:
+    with WeightLoad(file, weights, device, library, repack=repack) as load, LoadBar(load.total_bytes, shown=progress) as bar:
         load.run(bar.advance, bar.waits_for)
         return load.loaded()
 

@@ -17,7 +17,7 @@ from vkback.harness.result import SPENT, CaseResult
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
 
 if TYPE_CHECKING:
-    from vkback.ops.matmul.gemm_problem import Way
+    from vkback.ops.matmul.gemm_problem import GemmKernel
 
 SQL_TABLE = "test_backend_ops"
 
@@ -285,7 +285,7 @@ def perf_line(result: CaseResult) -> str:
     if of_math is not None:
         from vkback.timing.math_rate import RATE_NAMES  # brings all ops, which reports have no use for
 
-        math = f" ({of_math:.1f} % of {RATE_NAMES[cast('Way', result.math_way)]})"
+        math = f" ({of_math:.1f} % of {RATE_NAMES[cast('GemmKernel', result.math_way)]})"
     work = f"{_scaled(result.flops)}FLOP/run - {_scaled(1e6 * result.flops / time)}FLOPS{math} - " if result.flops and time else ""
     percent = result.read_rate_percent
     share = f" ({percent:.1f} % of read rate)" if percent is not None else ""

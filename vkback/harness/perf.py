@@ -21,7 +21,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
 from vkback.ops.matmul.linear_node import INT_QUANTS
 from vkback.ops.op import OPS
-from vkback.plan.cost.flops import main_way
+from vkback.plan.cost.flops import main_kernel
 from vkback.program.compile import Kernels
 from vkback.quants import QUANTS
 from vkback.shader import ShaderLibrary
@@ -80,7 +80,7 @@ def _make_ready(group: list[Case], ctx: LowerContext, kernels: Kernels) -> _Read
 def time_cases(
     device: Device, library: ShaderLibrary, cases: Iterable[Case], ctx: LowerContext, read_rate_gb_s: float, *, repetitions: int = 9
 ) -> Iterator[CaseResult]:
-    """Results in the order of the cases. Of those that are GEMMs the math rate is measured once a way, before the first of them."""
+    """Results in the order of the cases. Of those that are GEMMs the math rate is measured once per kernel, before the first of them."""
     kernels = Kernels(device, library, os.cpu_count() or 1)
     rounds, math_rates = RoundTimes(device, library), MathRates(device, library)
     with ThreadPoolExecutor(1) as maker:
@@ -189,8 +189,8 @@ def _time_group(
 def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float, math_rates: MathRates, repetitions: int) -> CaseResult:
     dispatches = OPS[node.op].lower(node, ctx)
     kernel = "; ".join(d.reason for d in dispatches)
-    way = main_way(dispatches) if any(d.kernel.source.startswith("gemm/") for d in dispatches) else None
-    math = math_rates.of(way) if way is not None else None
+    gemm_kernel = main_kernel(dispatches) if any(d.kernel.source.startswith("gemm/") for d in dispatches) else None
+    math = math_rates.of(gemm_kernel) if gemm_kernel is not None else None
     t = bench.time(ctx, repetitions=repetitions, node=node)
     return CaseResult(
         op=case.op,
@@ -205,7 +205,7 @@ def _timed(bench: Bench, case: Case, node: Node, ctx: LowerContext, rate: float,
         flops=t.flops,
         n_runs=t.launches * repetitions,
         read_rate_gb_s=rate,
-        math_way=way or "",
+        math_way=gemm_kernel or "",
         math_rate_tflops=math.tflops if math else None,
         kernel=kernel,
     )

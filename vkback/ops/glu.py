@@ -205,7 +205,7 @@ class Glu(Op):
 
     def cases(self) -> Iterator[Case]:
         for shape in ((1, 4096), (2, 2, 128), (7, 11, 5), (3, 37)):
-            yield from self._each_way(shape)
+            yield from self._glu_forms(shape)
         if self.name not in PARAMS:
             yield self._of_shape((2, 64), swapped=True)
         yield self._of_shape((1, 256), size=60.0)
@@ -217,13 +217,13 @@ class Glu(Op):
 
     def full_cases(self) -> Iterator[Case]:
         for shape in ((1,), (1, 33), (5, 7, 11, 13), (128, 2, 2, 2), (1, 14336), (3, 2880), (33, 768), (2, 96)):
-            yield from self._each_way(shape)
+            yield from self._glu_forms(shape)
             if self.name not in PARAMS:
                 yield self._of_shape(shape, swapped=True)
             yield self._of_shape(shape, size=60.0)
             yield self._of_shape(shape, out="q8_1")
         for type, v in product(("f32", "f16", "bf16"), (False, True)):
-            yield from self._each_way((2, 2, 2, 128), type=type, v=v)
+            yield from self._glu_forms((2, 2, 2, 128), type=type, v=v)
 
     def perf_cases(self) -> Iterator[Case]:
         if self.name in ("SWIGLU", "GEGLU"):
@@ -231,7 +231,7 @@ class Glu(Op):
         if self.name == "SWIGLU":
             yield self._of_shape((1, 14336), split=True, out="q8_1")
 
-    def _each_way(self, shape: Shape, **given: Any) -> Iterator[Case]:
+    def _glu_forms(self, shape: Shape, **given: Any) -> Iterator[Case]:
         """Gate and up apart and, where there are no params, as halves of one tensor."""
         yield self._of_shape(shape, split=True, **given)
         if self.name not in PARAMS:

@@ -34,7 +34,7 @@ class LowerContext:
          "f16", of training: as f32, but where the device has cooperative matrices of f16, these multiply by stored weights other than F32,
          forward and backward, and every row of activations or gradients is packed times a power of two of its own
     sync "sentinel": stages run barrier-free where they can
-    fragments  the driver lays a cooperative matrix out over lanes in one way in all kernels (vkback/program/fragments.py checks it)
+    fragments  the driver distributes a cooperative matrix over lanes alike in all kernels (vkback/program/fragments.py checks it)
     row_lanes  neighbouring lanes that share a row of a cooperative matrix, in the order of shaders/gemm/matrix.glsl (checked too);
                0: in no such order; None: not checked, what is known of the driver counts
     f16_scales  what activations are multiplied by when they are packed as f16, by name of the F16 tensor; 1 for the others

@@ -156,9 +156,9 @@ class Norm(Op):
         if self.weight:
             for dim, rows in product(WIDTHS[2:], (1, 2)):
                 yield self._of_shape((rows, dim), out="q8_1")
-        for way, dim in product(self.keys, (33, 1025)):
-            if way in ("v", "noncontig_rows", "inplace"):
-                yield self._of_shape((3, 4, 5, dim), **{way: True})
+        for layout, dim in product(self.keys, (33, 1025)):
+            if layout in ("v", "noncontig_rows", "inplace"):
+                yield self._of_shape((3, 4, 5, dim), **{layout: True})
 
     def _of_shape(self, shape: Shape, **given: Any) -> Case:
         return self.build_case(ne=ne_of(shape), **given)

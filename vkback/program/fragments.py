@@ -1,4 +1,4 @@
-"""Start-up checks: whether a driver distributes the elements of a matrix over lanes in the same way in all kernels, so that activations can
+"""Start-up checks: whether a driver distributes the elements of a matrix over lanes alike in all kernels, so that activations can
 be packed in that order."""
 
 from __future__ import annotations

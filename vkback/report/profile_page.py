@@ -237,7 +237,7 @@ def _head(profile: Profile) -> str:
         (f"{profile.costs.read_gb_s:.1f} GB/s", "read rate"),
     ]
     if profile.math:
-        cards.append((f"{profile.math.tflops:.2f} TFLOPS", f"math rate, {profile.math.way}"))
+        cards.append((f"{profile.math.tflops:.2f} TFLOPS", f"math rate, {profile.math.kernel}"))
     shown = "".join(f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in cards)
     shape = f"{profile.n_layer} layers of {profile.n_embd}, {profile.n_ctx} rows of cache, act {profile.act}"
     about = f"{profile.device}, {profile.driver}; {shape}"

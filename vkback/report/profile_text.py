@@ -257,7 +257,7 @@ def as_data(profile: Profile) -> dict[str, Any]:
         "tuning": profile.tuning,
         "read_gb_s": profile.costs.read_gb_s,
         "stage_us": profile.costs.stage_us,
-        "math": {"way": profile.math.way, "tflops": profile.math.tflops} if profile.math else None,
+        "math": {"way": profile.math.kernel, "tflops": profile.math.tflops} if profile.math else None,
         "speeds": vars(profile.speeds),
         "phases": [
             {

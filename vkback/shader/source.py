@@ -113,14 +113,14 @@ def expand(root: Path, variant: Variant) -> Expanded:
 
 
 def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origins: list[Origin], variant: Variant) -> None:
-    way = " <- ".join(reversed(chain))
-    asked = f", included by {way}" if way else ""
+    files = " <- ".join(reversed(chain))
+    origin = f", included by {files}" if files else ""
     if name in chain:
-        raise CompileError(f"[shader] {variant.name}: {name} includes itself, through {way}")
+        raise CompileError(f"[shader] {variant.name}: {name} includes itself, through {files}")
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts:
-        raise CompileError(f"[shader] {variant.name}: {name!r}{asked}: paths are relative to the shaders folder and stay in it")
-    text = _generated(name, asked, variant) if name.startswith(GENERATED) else _read(root, name, asked, variant)
+        raise CompileError(f"[shader] {variant.name}: {name!r}{origin}: paths are relative to the shaders folder and stay in it")
+    text = _generated(name, origin, variant) if name.startswith(GENERATED) else _read(root, name, origin, variant)
     for some, their_origins, include in _parts(name, text):
         lines += some
         origins += their_origins
@@ -128,13 +128,13 @@ def _append(root: Path, name: str, chain: Sequence[str], lines: list[str], origi
             _append(root, include[1] or _defined_path(include[2], name, variant), (*chain, name), lines, origins, variant)
 
 
-def _read(root: Path, name: str, asked: str, variant: Variant) -> str:
+def _read(root: Path, name: str, origin: str, variant: Variant) -> str:
     try:
         with suppress(FileNotFoundError):
             return _unchanged(root / name)
         return _unchanged(shader_root() / name)
     except OSError as error:
-        raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{asked}: {error.strerror}") from error
+        raise CompileError(f"[shader] {variant.name}: cannot read {root / name}{origin}: {error.strerror}") from error
 
 
 def _unchanged(file: Path) -> str:
@@ -177,11 +177,11 @@ def _blank(comment: re.Match[str]) -> str:
     return "\n" * comment[0].count("\n") or " "
 
 
-def _generated(name: str, asked: str, variant: Variant) -> str:
+def _generated(name: str, origin: str, variant: Variant) -> str:
     make = _generators.get(name)
     if make is None:
         known = ", ".join(sorted(_generators)) or "none"
-        raise CompileError(f"[shader] {variant.name}: nothing makes {name}{asked}; see register_include. Known: {known}")
+        raise CompileError(f"[shader] {variant.name}: nothing makes {name}{origin}; see register_include. Known: {known}")
     return make()
 
 

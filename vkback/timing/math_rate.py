@@ -1,7 +1,8 @@
 """The device's own math rate: how fast it multiplies and adds in registers, the roof of products of many tokens.
 
-There is a rate for each way of shaders/gemm: cooperative matrices (f16 with f32 sums: the matrix rate), packed integer dot products,
-f32. A kernel is measured against the rate of its own way, since that says how much of the time goes into anything else than multiplying.
+There is a rate for each kernel of shaders/gemm: cooperative matrices (f16 with f32 sums: the matrix rate), packed integer dot products,
+f32. A kernel is measured against the rate of its own arithmetic, since that says how much of the time goes into anything else than
+multiplying.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from vkback.device import BufferRange, Device, Kernel
 from vkback.ops.cooperative_matrix import matrix_shape, matrix_spec
 from vkback.ops.dispatch import pack_push
 from vkback.ops.lowering import PlanError
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.workgroup import required_subgroup
 from vkback.program.compile import kernel_spec
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up
 
-RATE_NAMES: dict[Way, str] = {"coop_mat": "matrix rate", "coop_reg": "matrix rate", "int_dot": "integer dot rate", "f32": "f32 rate"}
+RATE_NAMES: dict[GemmKernel, str] = {"coop_mat": "matrix rate", "coop_reg": "matrix rate", "int_dot": "integer dot rate", "f32": "f32 rate"}
 
 MATRIX_CUTS = ((4, 2, 4), (4, 4, 4), (8, 2, 2), (8, 4, 2))
 """Subgroups of a workgroup, matrices A and matrices B of each: which is best differs from device to device."""
@@ -39,9 +40,10 @@ REPETITIONS = 5
 
 @dataclass(frozen=True)
 class MathRate:
-    """Best rate found, in operations a second (multiply-adds count 2), by a way; cut: what reached it."""
+    """Best rate found, in operations a second (multiply-adds count 2), of a kernel's arithmetic; cut: the probe's setting that reached
+    it."""
 
-    way: Way
+    kernel: GemmKernel
     flops_per_second: float
     cut: str
 
@@ -51,15 +53,15 @@ class MathRate:
 
     @property
     def name(self) -> str:
-        return RATE_NAMES[self.way]
+        return RATE_NAMES[self.kernel]
 
 
-def measure_math_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
-    """Run the probe of a way in several cuts; the best of them, each the best of some runs after a warm-up.
+def measure_math_rate(device: Device, library: ShaderLibrary, kernel: GemmKernel) -> MathRate:
+    """Run a kernel's probe in several cuts; the best of them, each the best of some runs after a warm-up.
 
-    Raises PlanError for a way that the device does not have.
+    Raises PlanError for a kernel that the device cannot run.
     """
-    return _matrix_rate(device, library) if way == "coop_mat" else _dot_rate(device, library, way)
+    return _matrix_rate(device, library) if kernel == "coop_mat" else _dot_rate(device, library, kernel)
 
 
 class MathRates:
@@ -67,13 +69,13 @@ class MathRates:
 
     def __init__(self, device: Device, library: ShaderLibrary) -> None:
         self._device, self._library = device, library
-        self._known: dict[Way, MathRate] = {}
+        self._known: dict[GemmKernel, MathRate] = {}
 
-    def of(self, way: Way) -> MathRate:
-        way = "coop_mat" if way == "coop_reg" else way  # the same matrices
-        if way not in self._known:
-            self._known[way] = measure_math_rate(self._device, self._library, way)
-        return self._known[way]
+    def of(self, kernel: GemmKernel) -> MathRate:
+        kernel = "coop_mat" if kernel == "coop_reg" else kernel  # the same matrices
+        if kernel not in self._known:
+            self._known[kernel] = measure_math_rate(self._device, self._library, kernel)
+        return self._known[kernel]
 
 
 def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
@@ -95,8 +97,8 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
                 continue
             spec = matrix_spec(subgroups, matrix, caps) | {"ROWS": a, "COLUMNS": b}
             variant = Variant.of("probe/matrix_rate.comp", spec=spec, subgroup_size=required_subgroup(caps))
-            kernel = device.kernels([kernel_spec(library, library.spirv(variant), variant, 2, 4)])[0]
-            us = _shortest_us(device, kernel, [source, sink], pack_push(rounds), groups)
+            compiled = device.kernels([kernel_spec(library, library.spirv(variant), variant, 2, 4)])[0]
+            us = _shortest_us(device, compiled, [source, sink], pack_push(rounds), groups)
             rate = 2e6 * prod(matrix) * a * b * subgroups * groups * rounds / us
             if rate > best.flops_per_second:
                 best = MathRate("coop_mat", rate, f"{subgroups} subgroups of {a} x {b} matrices")
@@ -105,39 +107,39 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
 
 def dot_variants() -> list[Variant]:
     """The kernels of the rates of f32 products and packed integer dot products, on any device."""
-    return [_dot_variant(way, wg) for way in ("f32", "int_dot") for wg in (*SOFTWARE_WG, *WG)]
+    return [_dot_variant(kernel, wg) for kernel in ("f32", "int_dot") for wg in (*SOFTWARE_WG, *WG)]
 
 
-def _dot_variant(way: str, wg: int) -> Variant:
-    return Variant.of("probe/dot_rate.comp", {"INT_DOT": int(way == "int_dot"), "WG": wg})
+def _dot_variant(kernel: str, wg: int) -> Variant:
+    return Variant.of("probe/dot_rate.comp", {"INT_DOT": int(kernel == "int_dot"), "WG": wg})
 
 
-def _dot_rate(device: Device, library: ShaderLibrary, way: Way) -> MathRate:
+def _dot_rate(device: Device, library: ShaderLibrary, kernel: GemmKernel) -> MathRate:
     """Of shaders/probe/dot_rate.comp."""
     caps = device.caps
-    if way == "int_dot" and not caps.int_dot:
+    if kernel == "int_dot" and not caps.int_dot:
         raise PlanError(f"[math rate] {caps.name} has no packed integer dot products")
-    factor = pack_push(0x01FF01FF) if way == "int_dot" else struct.pack("<f", 0.999)
-    operations, best = (8 if way == "int_dot" else 2), MathRate(way, 0.0, "")
+    factor = pack_push(0x01FF01FF) if kernel == "int_dot" else struct.pack("<f", 0.999)
+    operations, best = (8 if kernel == "int_dot" else 2), MathRate(kernel, 0.0, "")
     rounds, groups = (256, 16) if caps.software else (512, 16 * (caps.shader_cores or 132))
     with device.arena("math rate", 4096, "device") as arena:
         sink = arena.alloc(256, "sink")
         for wg in SOFTWARE_WG if caps.software else WG:
             wg = min(wg, caps.max_workgroup_invocations)
-            variant = _dot_variant(way, wg)
-            kernel = device.kernel(library.spirv(variant), name=variant.name, bindings=1, push_bytes=12)
-            us = _shortest_us(device, kernel, [sink], pack_push(rounds) + factor + pack_push(1), groups)
+            variant = _dot_variant(kernel, wg)
+            compiled = device.kernel(library.spirv(variant), name=variant.name, bindings=1, push_bytes=12)
+            us = _shortest_us(device, compiled, [sink], pack_push(rounds) + factor + pack_push(1), groups)
             rate = 1e6 * operations * DOT_SUMS * DOT_STEPS * rounds * wg * groups / us
             if rate > best.flops_per_second:
-                best = MathRate(way, rate, f"{wg} threads")
+                best = MathRate(kernel, rate, f"{wg} threads")
     return best
 
 
-def _shortest_us(device: Device, kernel: Kernel, buffers: Sequence[BufferRange], push: bytes, groups: int) -> float:
+def _shortest_us(device: Device, compiled: Kernel, buffers: Sequence[BufferRange], push: bytes, groups: int) -> float:
     """Microseconds of one launch, the best of some."""
     rec = device.recorder("math rate", timestamps=2)
     rec.timestamp("start")
-    rec.dispatch(kernel, buffers, push, (groups, 1, 1), "math rate")
+    rec.dispatch(compiled, buffers, push, (groups, 1, 1), "math rate")
     rec.barrier()
     rec.timestamp("end")
     commands = rec.finish()

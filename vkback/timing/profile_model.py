@@ -15,7 +15,7 @@ from vkback.engine.prompts import with_barriers
 from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
 from vkback.ops.case import Array
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.plan.cost.forecast import Costs
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -69,7 +69,7 @@ class Profile:
     """All of it.
 
     model_bytes   of all tensors
-    math          the rate of the prompt's main way
+    math          the rate of the prompt's main kernel
     tuning        what tells the tuning tables from others
     """
 
@@ -104,8 +104,8 @@ def profile(
     speeds = _speeds(engine, load_s, prompt, n)
     tell("read rate")
     costs = device_costs(engine.device, engine.library)
-    way: Way | None = engine.prompt_way(len(prompt)) if prompt else None
-    math = measure_math_rate(engine.device, engine.library, way) if way else None
+    kernel: GemmKernel | None = engine.prompt_kernel(len(prompt)) if prompt else None
+    math = measure_math_rate(engine.device, engine.library, kernel) if kernel else None
     sizes = {name: t.nbytes for name, t in engine.model.file.tensors.items()}
     phases: list[Phase] = []
 

@@ -62,7 +62,7 @@ class AttentionChoice:
     @property
     def kernel(self) -> Literal["decode", "plain", "matrix"]:
         """Which kernel it is."""
-        return "decode" if self.shape is None else self.shape.way
+        return "decode" if self.shape is None else self.shape.kernel
 
     @property
     def source(self) -> str:

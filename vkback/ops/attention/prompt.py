@@ -32,7 +32,7 @@ from vkback.ops.workgroup import Defines, power_of_two, reduction, required_subg
 from vkback.quants import UNIT
 from vkback.shader import Variant
 
-Way = Literal["plain", "matrix"]
+PromptKernel = Literal["plain", "matrix"]
 
 OUT_TYPES = {"F32": 0, "Q8_1": 1, "F16": 2}
 """OUT_TYPE of shaders/attention/prompt/prompt_store.glsl."""
@@ -117,7 +117,7 @@ class PromptShape:
     parts      of rows that hold K and V: subgroups that share queries (shaders/attention/prompt/prompt_latent.comp); 0: another kernel
     """
 
-    way: Way
+    kernel: PromptKernel
     tile_q: int
     tile_kv: int
     warps: int
@@ -133,13 +133,13 @@ def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0, latent: b
     as wide as K nor part of its rows. vd: width of V, 0: as K; latent: V is the first part of each row of K. None: decode."""
     vd, caps = vd or hd, ctx.caps
     if choice["way"] == "matrix" and (latent or vd == hd):
-        shape = latent_way(choice, hd, vd, caps, row_lanes(ctx)) if latent else matrix_way(choice, hd, caps, row_lanes(ctx))
+        shape = latent_shape(choice, hd, vd, caps, row_lanes(ctx)) if latent else matrix_kernel_shape(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
-    return None if choice["way"] == "decode" else plain_way(choice, hd, caps, vd)
+    return None if choice["way"] == "decode" else plain_shape(choice, hd, caps, vd)
 
 
-def plain_way(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptShape | None:
+def plain_shape(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptShape | None:
     """None where the device has no shuffles among eight lanes, or too little shared memory."""
     if not caps.has_subgroup_ops("arithmetic", "shuffle") or caps.subgroup_min < 8:
         return None
@@ -160,7 +160,7 @@ def plain_way(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptSha
     return PromptShape("plain", threads // lanes * queries, rows, threads // sg, lanes, False)
 
 
-def matrix_way(choice: Choice, hd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
+def matrix_kernel_shape(choice: Choice, hd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
     """None where the device has no matrices that the kernel can use, or too little shared memory."""
     matrix = matrix_shape(caps)
     if matrix is None or not caps.has_subgroup_ops("arithmetic", "shuffle"):
@@ -186,7 +186,7 @@ def matrix_way(choice: Choice, hd: int, caps: Capabilities, lanes: int) -> Promp
     return shape
 
 
-def latent_way(choice: Choice, hd: int, vd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
+def latent_shape(choice: Choice, hd: int, vd: int, caps: Capabilities, lanes: int) -> PromptShape | None:
     """The same for rows that hold K and V. None also where it is not known which lanes share a row."""
     matrix = matrix_shape(caps)
     if matrix is None or not lanes or matrix[1] != matrix[2] or matrix[1] > 32 or not caps.has_subgroup_ops("arithmetic", "shuffle"):
@@ -218,7 +218,7 @@ def heads_of_fragments(shape: PromptShape, group: int, hd: int, caps: Capabiliti
     """Query heads that a tile takes where its results are stored as fragments: as many as leave whole matrices of tokens. group: those of a
     kv head. 0: head size, tile or shared memory do not allow it."""
     _, columns, depth = shape.matrix
-    if shape.way != "matrix" or shape.parts or hd % depth or not fragments_possible(shape.matrix, caps):
+    if shape.kernel != "matrix" or shape.parts or hd % depth or not fragments_possible(shape.matrix, caps):
         return 0
     if matrix_shared(shape, hd, fragments=True) > caps.max_shared_memory:
         return 0
@@ -254,10 +254,10 @@ def latent_shared(shape: PromptShape, hd: int) -> int:
 
 
 def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
-    """How far either way may be from float64."""
+    """How far either kernel may be from float64."""
     if y.type == "Q8_1":
         return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
-    if shape.way == "matrix":
+    if shape.kernel == "matrix":
         return Tolerance(
             1e-6,
             1e-2,
@@ -288,9 +288,9 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
         y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
     if shape.parts and job.y.type != "F32":
         raise PlanError(f"[attention] {job.name}: {job.y}; of rows that hold K and V the kernel by matrices makes F32")
-    overflow = [Arg(overflow_word(queries_f16(job.q)), "rw")] if shape.way == "matrix" else []
+    overflow = [Arg(overflow_word(queries_f16(job.q)), "rw")] if shape.kernel == "matrix" else []
     q_pe = [Arg(job.q_pe or job.q)] if job.q_pe or shape.parts else []
-    kernels = plain_kernel if shape.way == "plain" else latent_kernel if shape.parts else matrix_kernel
+    kernels = plain_kernel if shape.kernel == "plain" else latent_kernel if shape.parts else matrix_kernel
     return Dispatch(
         kernel=kernels(job, shape, caps),
         args=(Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q), *q_pe, *overflow),
@@ -298,7 +298,7 @@ def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = 
         groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
         label=job.name,
-        reason=f"{reason}, {shape.way}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
+        reason=f"{reason}, {shape.kernel}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
         + (f", stored as f16 {'fragments' if job.fragments else 'rows'}" if job.y.type == "F16" else ""),
         nbytes=nbytes(job.q) + nbytes(job.y) + read_bytes(job.cache_k, job.cache_v, rows, vd),
         flops=2 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * (hd + vd),

@@ -2,7 +2,7 @@
 
 A batch of one matrix is a GEMV with more tokens. Of several it is a MUL_MAT_ID of n tokens: matrices are experts, every row of x is a
 slot, and a small kernel writes which matrix each slot takes. Slots lie slice after slice, not token after token as experts' do, but only
-their number and their matrix matter. So every weight type and all ways to compute serve batches: for few tokens the GEMV kernels, which
+their number and their matrix matter. So every weight type and all kernels serve batches: for few tokens the GEMV kernels, which
 read a matrix once a slot, from the cache after the first; for many a grouped GEMM, which reads it once a tile of slots.
 
 What does not lie as the kernels need it is copied before: x that is a view or F16 to F32 rows, a weight that is a view to F32, and values

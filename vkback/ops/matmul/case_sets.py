@@ -70,7 +70,7 @@ def quick_fused() -> Iterator[Case]:
         yield fused_case(quant, 64, 512, 1, roles, glu=glu, out=out).where(sync="sentinel")
 
 
-def each_way(case: Callable[..., Case]) -> Iterator[Case]:
+def each_kernel(case: Callable[..., Case]) -> Iterator[Case]:
     """A case of many tokens by each kind of GEMM. case: given `act`."""
     yield case(act="f32")
     yield case(act="q8_1")
@@ -94,8 +94,8 @@ def by_subnormals(quant: str) -> Iterator[Case]:
 
 def prompts_mul_mat() -> Iterator[Case]:
     """Odd rows and columns that fill no tile; a row that ends within a unit; shards; values that f16 does not hold."""
-    yield from each_way(partial(mul_mat_case, "Q4_K", 45, 19, 512))
-    yield from each_way(partial(mul_mat_case, "Q8_0", 131, 35, 96))
+    yield from each_kernel(partial(mul_mat_case, "Q4_K", 45, 19, 512))
+    yield from each_kernel(partial(mul_mat_case, "Q8_0", 131, 35, 96))
     yield mul_mat_case("F16", 33, 19, 80).where(**MATRICES)
     yield mul_mat_case("Q8_0", 33, 19, 256, act="f16", amax=10 * HUGE).where(**MATRICES)
     yield mul_mat_case("F32", 11, 6, 132, act="f32").where(tiles="shared")  # factors of low rank
@@ -113,7 +113,7 @@ def prompts_mul_mat() -> Iterator[Case]:
 def prompts_mul_mat_id() -> Iterator[Case]:
     """Experts with no token, with some, and with all of them."""
     for ids in ROUTES:
-        yield from each_way(partial(mul_mat_id_case, "Q8_0", 6, 2, 45, 21, 96, shared=ids != "last", ids=ids))
+        yield from each_kernel(partial(mul_mat_id_case, "Q8_0", 6, 2, 45, 21, 96, shared=ids != "last", ids=ids))
     yield mul_mat_id_case("Q8_0", 5, 1, 33, 19, 96, shared=True, amax=HUGE).where(**MATRICES)
 
 
@@ -124,7 +124,7 @@ def prompts_fused() -> Iterator[Case]:
         (("bias", "ids"), True, True, "Q8_1"),
         (("ids", "expert_weights", "residual"), False, False, "F32"),
     ):
-        yield from each_way(partial(fused_case, "Q8_0", 90 if out == "F32" else 128, 96, 19, roles, glu=glu, oai=oai, out=out))
+        yield from each_kernel(partial(fused_case, "Q8_0", 90 if out == "F32" else 128, 96, 19, roles, glu=glu, oai=oai, out=out))
     yield fused_case("Q8_0", 90, 96, 19, ("residual",), split=(64, 26), act="f32")
 
 
@@ -171,7 +171,7 @@ def full_mul_mat() -> Iterator[Case]:
             yield mul_mat_case(quant, 64, 1, 14336, **path)
             for n in (1, 3):
                 yield mul_mat_case(quant, 33, n, 256, amax=HUGE, **path)
-        yield from each_way(partial(mul_mat_case, quant, 45, 19, 512))
+        yield from each_kernel(partial(mul_mat_case, quant, 45, 19, 512))
         if quants.quant(quant).step_factor:
             yield from by_subnormals(quant)
         for n in (1, 8):
@@ -210,7 +210,7 @@ def full_mul_mat_id() -> Iterator[Case]:
             for n in (1, 4):
                 yield mul_mat_id_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
         for ids in ROUTES:
-            yield from each_way(partial(mul_mat_id_case, quant, 6, 2, 45, 21, 256, shared=ids != "last", ids=ids))
+            yield from each_kernel(partial(mul_mat_id_case, quant, 6, 2, 45, 21, 256, shared=ids != "last", ids=ids))
         for path in paths(quant):
             yield mul_mat_id_case(quant, 8, 2, 32, 3, 256, shared=False, amax=HUGE, **path)
     for quant, k, n in product(("F32", "F16", "BF16"), (1, 31, 63, 65, 80), (1, 5)):

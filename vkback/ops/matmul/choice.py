@@ -18,7 +18,7 @@ from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_
 from vkback.ops.family import Choice, declare
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm_reg
-from vkback.ops.matmul.gemm_problem import GemmShape, Way, default_shape
+from vkback.ops.matmul.gemm_problem import GemmKernel, GemmShape, default_shape
 from vkback.ops.matmul.linear_node import Experts, LinearNode, Path
 from vkback.ops.matmul.pack import packs_glu
 from vkback.ops.storage import shards
@@ -96,7 +96,7 @@ class ProductChoice:
     @property
     def kernel(self) -> Kernel:
         """Which kernel it is."""
-        return "gemv" if self.shape is None else self.shape.way
+        return "gemv" if self.shape is None else self.shape.kernel
 
     @property
     def rounds(self) -> Rounds:
@@ -155,14 +155,14 @@ def choose(node: LinearNode, ctx: LowerContext) -> ProductChoice:
 
 def _stores(node: LinearNode, shape: GemmShape | None, caps: Capabilities) -> frozenset[Stores]:
     """What a kernel of this shape can store of a product."""
-    if shape is None or shape.way == "int_dot":
+    if shape is None or shape.kernel == "int_dot":
         return frozenset({"Q8_1"})
     found: set[Stores] = set()
     whole = "rows_total" not in node.node.params
     gelu_alone = node.gelu and not node.glu  # a dispatch behind the GEMM applies it, to floats
-    if shape.way == "coop_mat" and whole and node.experts != "summed" and not gelu_alone and packs_glu(shape, node.glu, node.k):
+    if shape.kernel == "coop_mat" and whole and node.experts != "summed" and not gelu_alone and packs_glu(shape, node.glu, node.k):
         found.add("f16")
-    if shape.way != "coop_reg":
+    if shape.kernel != "coop_reg":
         return frozenset(found)
     if whole and node.glu and gemm_reg.stores_units(node.w, node.glu, shape, caps):
         found.add("units")
@@ -263,10 +263,10 @@ def _by_matrices(w: Tensor, choice: Choice, matrix: tuple[int, int, int], ctx: L
     return _fitting(GemmShape("coop_mat", *cut, matrix, fragments, subnormals=_by_subnormals(w, choice, ctx)), ctx)
 
 
-def _by_rows(way: Way, node: LinearNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> GemmShape:
+def _by_rows(kernel: GemmKernel, node: LinearNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> GemmShape:
     """A shape of the kernels without shared memory; a Q8_1 output takes 4 rows a thread, 8 with GLU."""
-    shape = default_shape(way, node.n, ctx.caps)
-    rows = f32_rows if way == "f32" else 8 if node.y.type == "Q8_1" and node.glu else 4
+    shape = default_shape(kernel, node.n, ctx.caps)
+    rows = f32_rows if kernel == "f32" else 8 if node.y.type == "Q8_1" and node.glu else 4
     return dataclasses.replace(shape, tile_n=tile_n, tile_m=shape.tile_m // 4 * rows)
 
 

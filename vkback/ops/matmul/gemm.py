@@ -3,7 +3,7 @@
 `lower` makes the dispatches of a `Gemm`, cut as a `GemmShape` says (vkback/ops/matmul/gemm_problem.py). Nothing here chooses a shape from
 tables or takes part in fusion.
 
-Four ways:
+Four kernels:
 
     coop_mat  cooperative matrices of f16 with f32 sums; x comes packed (vkback/ops/matmul/pack.py)
     coop_reg  the same for few tokens (vkback/ops/matmul/gemm_reg.py)
@@ -38,7 +38,7 @@ from vkback.shader import Spec, Variant, interface
 def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight, with split-K two. Raises PlanError for what the kernel cannot do."""
     check(job, shape, caps)
-    if shape.way != "coop_mat":
+    if shape.kernel != "coop_mat":
         return [_by_rows(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
     found: list[Dispatch] = []
     for i, shard in enumerate(shards(job.w, caps)):
@@ -48,16 +48,16 @@ def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
 
 def check(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
     """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
-    if shape.way != "coop_mat" and (job.transposed or job.x_factors is not None):
+    if shape.kernel != "coop_mat" and (job.transposed or job.x_factors is not None):
         raise PlanError(f"[gemm] {job.name}: only coop_mat reads weights the other way round, or has factors of columns")
-    wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.way]
+    wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.kernel]
     if job.x.type != wanted:
-        raise PlanError(f"[gemm] {job.name}: {shape.way} takes x as {wanted}, got {job.x}; convert it first")
-    if shape.way == "coop_mat":
+        raise PlanError(f"[gemm] {job.name}: {shape.kernel} takes x as {wanted}, got {job.x}; convert it first")
+    if shape.kernel == "coop_mat":
         return _check_matrices(job, shape, caps)
     if job.x.shape[-1] != job.k:
         raise PlanError(f"[gemm] {job.name}: {job.w} takes rows of {job.k} values, got {job.x}")
-    if shape.way == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
+    if shape.kernel == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
         raise PlanError(f"[gemm] {job.name}: no integer dot products of {job.w.type} on {caps.name}; take f32")
     threads = shape.subgroups * lanes_for(caps)[0]
     if shape.tile_m % threads:
@@ -65,7 +65,7 @@ def check(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
     if job.y.type == "Q8_1" and shape.tile_m // threads != (8 if job.glu else 4):
         raise PlanError(f"[gemm] {job.name}: a Q8_1 output takes 4 rows a thread, 8 with GLU, got {shape.tile_m // threads}")
     if job.y.type == "F16" or shape.split_k > 1:
-        raise PlanError(f"[gemm] {job.name}: F16 outputs and split-K are for coop_mat, not {shape.way}")
+        raise PlanError(f"[gemm] {job.name}: F16 outputs and split-K are for coop_mat, not {shape.kernel}")
 
 
 def _check_matrices(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
@@ -273,7 +273,7 @@ def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard:
         "USE_SHUFFLES": use_shuffles,
         "GROUPED": int(job.route is not None),
     }
-    if shape.way == "f32":
+    if shape.kernel == "f32":
         defines["K_TAIL"] = int(job.k % UNIT != 0)
         x_stride = job.k
     else:
@@ -286,13 +286,13 @@ def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard:
     y_stride = ceil_div(job.y.shape[-1], UNIT) if q8_out else job.y.shape[-1]
     whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
     return Dispatch(
-        Variant.of(f"gemm/{shape.way}.comp", defines, subgroup_size=required),
+        Variant.of(f"gemm/{shape.kernel}.comp", defines, subgroup_size=required),
         bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
         push_words(job, shape, shard, x_stride, y_stride),
         grid(job, dataclasses.replace(shape, split_k=1), shard),
         "MUL_MAT" if job.route is None else "MUL_MAT_ID",
         job.name,
-        f"{shape.way}: tiles of {shape.tile_m} x {shape.tile_n}, {wg} threads",
+        f"{shape.kernel}: tiles of {shape.tile_m} x {shape.tile_n}, {wg} threads",
         nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
         weight_bytes=weight_bytes(job, shard),
         flops=job.flops * shard.rows // prod(job.w.shape[:-1]),
@@ -308,9 +308,9 @@ def prebuilt_variants() -> list[Variant]:
         if kind.planes and name != "Q8_1":
             layouts: list[Defines] = [{}, IN_PAIRS] if name in quants.PAIRED else [{}]
             found += [
-                Variant.of(f"gemm/{way}.comp", gpu_decoder(name) | layout)
+                Variant.of(f"gemm/{kernel}.comp", gpu_decoder(name) | layout)
                 for layout in layouts
-                for way in ("coop_mat", "coop_reg", "coop_reg_heads")
+                for kernel in ("coop_mat", "coop_reg", "coop_reg_heads")
             ]
     return found
 

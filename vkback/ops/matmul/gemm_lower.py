@@ -60,16 +60,16 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         before.append(route(node.extra["ids"], routes, experts, shape.tile_n, caps))
     factors = None
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
-    if shape.way == "coop_mat" and x.type != "F16" and ctx.act == "f16" and not grouped and "bias" not in node.extra:
+    if shape.kernel == "coop_mat" and x.type != "F16" and ctx.act == "f16" and not grouped and "bias" not in node.extra:
         packing, x, factors = _packed_by_rows(node.x, columns, shape, ctx)
         before.append(packing)
-    elif shape.way == "coop_mat" and x.type != "F16":
+    elif shape.kernel == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared, scale=ctx.f16_scale(x)))
-    elif shape.way == "coop_reg" and x.type != "F16":
+    elif shape.kernel == "coop_reg" and x.type != "F16":
         x = gemm_reg.packed_units(f"{name}.x_f16", columns, node.k, shape)
         before.append(gemm_reg.pack_units(node.x, x, columns, shape, caps, scale=ctx.f16_scale(x)))
-    elif shape.way == "int_dot" and x.type == "F32":
+    elif shape.kernel == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
         before += quantize_dispatch(node.x, x, ctx)
     target, behind = _behind(node, shape, ctx)
@@ -100,7 +100,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         heads=heads,
         pairs=_in_pairs(node.w, ctx),
     )
-    kernels = gemm_reg.lower(job, shape, caps) if shape.way == "coop_reg" else lower(job, shape, caps)
+    kernels = gemm_reg.lower(job, shape, caps) if shape.kernel == "coop_reg" else lower(job, shape, caps)
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
     return [*before, *dispatches, *behind]
 
@@ -119,11 +119,11 @@ def _lower_heads(node: LinearNode, shape: GemmShape, source: str, ctx: LowerCont
         view = View(0, (node.n, heads, node.k), (heads * width, width, 1))
         before += OPS["CPY"].lower(Node("CPY", (node.x,), (part,), {"view": view}), ctx)
         x = part
-    if shape.way == "coop_mat":
+    if shape.kernel == "coop_mat":
         taken = packed(f"{name}.x_f16", slots, node.k, shape, heads)
         before.append(pack_f16(x, taken, slots, shape, caps, routes=routes, scale=ctx.f16_scale(taken)))
         x = taken
-    elif shape.way == "int_dot":
+    elif shape.kernel == "int_dot":
         taken = Tensor(f"{name}.x_q8_1", "Q8_1", x.shape)
         before += quantize_dispatch(x, taken, ctx)
         x = taken
@@ -148,7 +148,7 @@ def _behind(node: LinearNode, shape: GemmShape, ctx: LowerContext) -> tuple[Tens
     Q8_1."""
     name, y = node.node.name, node.y
     activates = node.gelu and not node.glu
-    rounds = y.type == "Q8_1" and (shape.way != "int_dot" or activates or node.experts == "summed")
+    rounds = y.type == "Q8_1" and (shape.kernel != "int_dot" or activates or node.experts == "summed")
     final = Tensor(f"{name}.f32", "F32", y.shape) if rounds else y
     behind: list[Dispatch] = []
     target = final

@@ -15,7 +15,7 @@ from vkback.ops.workgroup import lanes_for
 from vkback.quants import UNIT
 from vkback.shader import Spec
 
-Way = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
+GemmKernel = Literal["coop_mat", "coop_reg", "int_dot", "f32"]
 
 GLU_KINDS = {"": 0, "silu": 1, "oai": 2, "gelu": 3}
 """GLU of shaders/gemm/glu.glsl by name."""
@@ -25,7 +25,7 @@ GLU_KINDS = {"": 0, "silu": 1, "oai": 2, "gelu": 3}
 class GemmShape:
     """How a product is cut.
 
-    way        which kernel
+    kernel     which kernel
     tile_m     weight rows of a workgroup's tile
     tile_n     columns (tokens, slots) of the tile
     step_k     weights of a row between two barriers; kernels without shared memory take a unit at a time
@@ -43,7 +43,7 @@ class GemmShape:
     row_lanes  neighbouring lanes that share a row of a matrix
     """
 
-    way: Way
+    kernel: GemmKernel
     tile_m: int
     tile_n: int
     step_k: int = UNIT
@@ -163,20 +163,20 @@ class Gemm:
         return 2 * self.m * self.k * self.n
 
 
-def default_shape(way: Way, n: int, caps: Capabilities) -> GemmShape:
+def default_shape(kernel: GemmKernel, n: int, caps: Capabilities) -> GemmShape:
     """A shape that works everywhere, for tests and until tables have been measured."""
     lanes = lanes_for(caps)[0]
-    if way == "coop_mat":
+    if kernel == "coop_mat":
         matrix = matrix_shape(caps)
         if matrix is None:
             raise PlanError(f"[gemm] {caps.name} has no cooperative matrices of f16 with f32 sums for subgroups")
         rows, columns, depth = matrix
         fragments = fragments_possible(matrix, caps)
         if caps.software:  # small parts: such a driver takes long to compile large ones
-            return GemmShape(way, 8 * rows, 2 * columns, UNIT, 4, 1, 2 * rows, 2 * columns, matrix, fragments)
-        return GemmShape(way, 8 * rows, 8 * columns, max(2 * UNIT, depth), 4, 1, 4 * rows, 4 * columns, matrix, fragments)
+            return GemmShape(kernel, 8 * rows, 2 * columns, UNIT, 4, 1, 2 * rows, 2 * columns, matrix, fragments)
+        return GemmShape(kernel, 8 * rows, 8 * columns, max(2 * UNIT, depth), 4, 1, 4 * rows, 4 * columns, matrix, fragments)
     subgroups = 1 if caps.software else max(1, 128 // lanes)
-    return GemmShape(way, tile_m=subgroups * lanes * 4, tile_n=16 if n > 8 else 8, subgroups=subgroups)
+    return GemmShape(kernel, tile_m=subgroups * lanes * 4, tile_n=16 if n > 8 else 8, subgroups=subgroups)
 
 
 def decoder_spec(shape: GemmShape) -> Spec:

@@ -117,7 +117,7 @@ def pack_units(
 
 def stores_units(w: Tensor, glu: bool, shape: GemmShape, caps: Capabilities) -> bool:
     """Whether the product with a weight can leave its output in unit order: whole blocks, made of one shard."""
-    return shape.way == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
+    return shape.kernel == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
 
 
 def stores_next_norm(w: Tensor, shape: GemmShape, caps: Capabilities) -> bool:
@@ -132,13 +132,13 @@ def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: GemmSha
     """Whether the product with a weight, which makes heads from row `row0` of all of them on, can turn `pairs` pairs of them and store them
     itself: four rows of a thread lie in one head, and all or none of their pairs are rotated."""
     fours = not (w.shape[0] | row0 | head_dim) % 4 and not pairs % 2
-    return shape.way == "coop_reg" and fours and len(shards(w, caps)) == 1
+    return shape.kernel == "coop_reg" and fours and len(shards(w, caps)) == 1
 
 
 def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
     stored = job.y.type == "F32" or (job.y.type == "F16" and stores_units(job.w, job.glu != "", shape, caps))
-    if job.route is not None or not stored or job.x.type != "F16" or shape.way != "coop_reg":
+    if job.route is not None or not stored or job.x.type != "F16" or shape.kernel != "coop_reg":
         said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
         raise PlanError(f"[gemm] {job.name}: {said}; got {job.x} and {job.y}")
     if job.x.shape[-1] != blocks_of(job.k, shape) * shape.row_lanes * UNIT:

@@ -43,7 +43,7 @@ LOOKED_UP = frozenset({"MXFP4"})
 """Types whose decoder can look its levels up (LEVEL_TABLE)."""
 
 LEVEL_TABLES: Mapping[str, int] = {"levels": 1, "levels_bfe": 2}
-"""LEVEL_TABLE of a way to look levels up."""
+"""LEVEL_TABLE of each method of looking levels up."""
 
 BIT_PLANES = frozenset({"IQ4_NL", "IQ4_XS"})
 """Types that shaders/quant/bit_planes.glsl turns into bytes."""

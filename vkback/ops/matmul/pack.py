@@ -18,7 +18,7 @@ from vkback.shader import Variant, interface
 def packs_glu(shape: GemmShape, glu: bool, k: int) -> bool:
     """Whether a product of rows of k weights can leave its output packed: whole sums, whole units of a tile and matrices of a part."""
     whole = min(shape.split_k, ceil_div(k, UNIT)) == 1
-    return shape.way == "coop_mat" and whole and not ((shape.tile_m >> glu) % UNIT or (shape.warp_m >> glu) % shape.matrix[2])
+    return shape.kernel == "coop_mat" and whole and not ((shape.tile_m >> glu) % UNIT or (shape.warp_m >> glu) % shape.matrix[2])
 
 
 def packed_columns(n: int, shape: GemmShape, experts: int = 0) -> int:

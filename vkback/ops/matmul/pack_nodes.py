@@ -54,7 +54,7 @@ def pack_node(
     """
     by = {"x": x, "norm": norm.weight if norm else None, "factors": None if stores_factors else factors, "route": route}
     inputs = {role: tensor for role, tensor in by.items() if tensor is not None}
-    out = packed_units(name, n, x.shape[-1], shape) if shape.way == "coop_reg" else packed(name, n, x.shape[-1], shape, experts)
+    out = packed_units(name, n, x.shape[-1], shape) if shape.kernel == "coop_reg" else packed(name, n, x.shape[-1], shape, experts)
     out = Tensor(name, out.type, (max(columns, out.shape[0]), out.shape[1]))
     params = {"roles": tuple(inputs), "shape": shape, "n": n, "x_shared": x_shared, **({"eps": norm.eps} if norm else {})}
     outputs = (out, factors) if stores_factors and factors else (out,)
@@ -65,7 +65,7 @@ def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
     by = dict(zip(node.params["roles"], node.inputs, strict=True))
     stored = node.outputs[1] if len(node.outputs) > 1 else None
     shape: GemmShape = node.params["shape"]
-    if shape.way == "coop_reg":
+    if shape.kernel == "coop_reg":
         return [
             pack_units(
                 by["x"],

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from vkback.graph import Graph, Node, live
 from vkback.ops.dispatch import Dispatch
-from vkback.ops.matmul.gemm_problem import Way
+from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.matmul.gemv import GemvConfig
 
-WAYS: dict[str, Way] = {
+KERNELS: dict[str, GemmKernel] = {
     "gemm/coop_mat.comp": "coop_mat",
     "gemm/int_dot.comp": "int_dot",
     "gemm/f32.comp": "f32",
@@ -53,18 +53,18 @@ def seen_rows(tokens: int, n_past: int, window: int = 0) -> int:
     return growing * n_past + growing * (growing + 1) // 2 + (tokens - growing) * window
 
 
-def way_of(dispatch: Dispatch) -> Way | None:
+def kernel_of(dispatch: Dispatch) -> GemmKernel | None:
     """How a kernel multiplies; None for one that is neither a product with a weight nor attention."""
     if isinstance(dispatch.config, GemvConfig):
         return "int_dot" if dispatch.config.path == "int" else "f32"
-    return WAYS.get(dispatch.kernel.source)
+    return KERNELS.get(dispatch.kernel.source)
 
 
-def main_way(dispatches: Iterable[Dispatch]) -> Way | None:
-    """The way that most of the operations are made; None if there are none."""
-    flops: Counter[Way] = Counter()
+def main_kernel(dispatches: Iterable[Dispatch]) -> GemmKernel | None:
+    """The kernel that makes most of the operations; None if there are none."""
+    flops: Counter[GemmKernel] = Counter()
     for dispatch in dispatches:
-        way = way_of(dispatch)
-        if way is not None and dispatch.flops:
-            flops[way] += dispatch.flops
+        kernel = kernel_of(dispatch)
+        if kernel is not None and dispatch.flops:
+            flops[kernel] += dispatch.flops
     return flops.most_common(1)[0][0] if flops else None

@@ -53,7 +53,7 @@ class Reader:
     @property
     def order(self) -> tuple[str, int]:
         """Column order: ("", 0) dense; (route name, tile_n) grouped; ("units", matrix columns) for coop_reg."""
-        if self.shape.way == "coop_reg":
+        if self.shape.kernel == "coop_reg":
             return "units", self.shape.matrix[1]
         return (self.gemv.route.name, self.shape.tile_n) if self.gemv.route else ("", 0)
 
@@ -130,7 +130,7 @@ class _Packing:
         if self.by != "stage" and (out := self._by_producer(producer, readers)):
             params, shape = producer.params, readers[0].shape
             if producer.op == "FLASH_ATTN_EXT":
-                order = ("units", shape) if shape.way == "coop_reg" else ("fragments", shape.fragments)
+                order = ("units", shape) if shape.kernel == "coop_reg" else ("fragments", shape.fragments)
                 params = {**params, **dict([order])}
             self.now[self.producer[name]] = as_stored(dataclasses.replace(producer, outputs=(out,), params=params), self.ctx)
             for r in readers:
@@ -151,7 +151,7 @@ class _Packing:
             return None
         gemv = LinearNode.of(node)
         shape = choice_of(gemv, self.ctx).shape
-        return Reader(number, gemv, shape) if shape and shape.way in ("coop_mat", "coop_reg") and gemv.x.name == name else None
+        return Reader(number, gemv, shape) if shape and shape.kernel in ("coop_mat", "coop_reg") and gemv.x.name == name else None
 
     def _by_producer(self, producer: Node, readers: Sequence[Reader]) -> Tensor | None:
         """The packed tensor that a producer stores for all of these readers; None if it cannot."""
@@ -159,7 +159,7 @@ class _Packing:
         n, k = first.gemv.n, first.gemv.k
         if any(r.order != first.order for r in readers):
             return None
-        if first.shape.way == "coop_reg":
+        if first.shape.kernel == "coop_reg":
             return self._units_by_producer(producer, readers, name)
         if producer.op == "FLASH_ATTN_EXT" and self.by == "producer":
             if not attention_choice(producer, self.ctx).stores_packed(first.shape, self.ctx.caps):
@@ -212,7 +212,7 @@ class _Packing:
         if shape is None or "normed units" not in choice.stores:
             return False
         if any(
-            r.shape.way != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.gemv.k != gemv.m
+            r.shape.kernel != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.gemv.k != gemv.m
             for r in readers
         ):
             return False
@@ -235,13 +235,13 @@ class _Packing:
         by_order: dict[tuple[str, int], list[Reader]] = {}
         for r in readers:
             by_order.setdefault(r.order, []).append(r)
-        stores = any(r.gemv.route is None and r.shape.way == "coop_mat" for r in readers) and len(by_order) > 1
+        stores = any(r.gemv.route is None and r.shape.kernel == "coop_mat" for r in readers) and len(by_order) > 1
         factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and stores else None
         for mine in sorted(by_order.values(), key=lambda group: group[0].gemv.route is not None):  # factors are stored first
             first, ahead_of = mine[0].gemv, mine
             if first.route is None and len(x.shape) > 2:  # heads side by side
                 x = dataclasses.replace(x, shape=(x.shape[0], first.k))
-            if mine[0].shape.way == "coop_reg":
+            if mine[0].shape.kernel == "coop_reg":
                 pack = pack_node(f"{name}.units", x, first.n, mine[0].shape, norm=norm)
             elif first.route is None:
                 columns = room(first.n, *(r.shape for r in mine))

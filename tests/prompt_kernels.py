@@ -15,12 +15,12 @@ from vkback.engine import engine as engine_module
 from vkback.engine.engine import Engine
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.lowering import Act
-from vkback.ops.matmul.gemm_problem import Way, default_shape
+from vkback.ops.matmul.gemm_problem import GemmKernel, default_shape
 from vkback.tuning.lookup import Overrides, Tuning
 
-ACTS: dict[Way, Act] = {"f32": "f32", "coop_mat": "auto", "coop_reg": "auto", "int_dot": "q8_1"}
+ACTS: dict[GemmKernel, Act] = {"f32": "f32", "coop_mat": "auto", "coop_reg": "auto", "int_dot": "q8_1"}
 
-WAY_NMSE: dict[Way, float] = {"f32": 1e-6, "coop_mat": 1e-4, "coop_reg": 3e-4, "int_dot": 3e-4}
+KERNEL_NMSE: dict[GemmKernel, float] = {"f32": 1e-6, "coop_mat": 1e-4, "coop_reg": 3e-4, "int_dot": 3e-4}
 """Prompt logits against float64.
 
 f32: sums leave 1e-14 to 1e-11; a key or value on the edge between two F16 falls the other way now and then, up to 2e-9.
@@ -39,38 +39,38 @@ int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkbac
 in the residual stream."""
 
 
-def way_params(way: Way, caps: Capabilities) -> dict[str, dict[str, Any]]:
-    """Tuning parameters by family that choose a way for programs of any size."""
-    if way == "coop_mat":
-        s = default_shape(way, 64, caps)
+def kernel_params(kernel: GemmKernel, caps: Capabilities) -> dict[str, dict[str, Any]]:
+    """Tuning parameters by family that choose a kernel for programs of any size."""
+    if kernel == "coop_mat":
+        s = default_shape(kernel, 64, caps)
         cut = {"tile_m": s.tile_m, "tile_n": s.tile_n, "step_k": s.step_k, "warp_m": s.warp_m, "warp_n": s.warp_n, "split_k": 1}
-        return {"gemm": {"kernel": way, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
-    if way == "coop_reg":
+        return {"gemm": {"kernel": kernel, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
+    if kernel == "coop_reg":
         rows, columns, _ = default_shape("coop_mat", 64, caps).matrix
         cut = {"tile_m": 2 * rows, "tile_n": columns, "warp_m": rows, "slice_k": 2}
-        return {"gemm": {"kernel": way, **cut}, "attention": {"way": "plain"}}
-    return {"gemm": {"kernel": way}}
+        return {"gemm": {"kernel": kernel, **cut}, "attention": {"way": "plain"}}
+    return {"gemm": {"kernel": kernel}}
 
 
-def skip_without(way: Way, caps: Capabilities) -> None:
-    """Skips the test where the device cannot go this way."""
-    if way in ("coop_mat", "coop_reg") and matrix_shape(caps) is None:
+def skip_without(kernel: GemmKernel, caps: Capabilities) -> None:
+    """Skips the test where the device cannot run this kernel."""
+    if kernel in ("coop_mat", "coop_reg") and matrix_shape(caps) is None:
         pytest.skip(f"{caps.name} has no cooperative matrices of f16 with f32 sums")
-    if way == "int_dot" and not caps.int_dot:
+    if kernel == "int_dot" and not caps.int_dot:
         pytest.skip(f"{caps.name} has no integer dot product")
 
 
 @contextmanager
-def engine_of(path: Path, device: Device, way: Way, *, n_ctx: int, ubatch: int = 512, **gemm: Any) -> Iterator[Engine]:
-    """An engine all of whose prompts go one way, with more parameters of GEMMs; what takes part in it, its plans show."""
+def engine_of(path: Path, device: Device, kernel: GemmKernel, *, n_ctx: int, ubatch: int = 512, **gemm: Any) -> Iterator[Engine]:
+    """An engine all of whose prompts go through one kernel, with more parameters of GEMMs; what takes part in it, its plans show."""
 
     def tables(caps: Capabilities) -> Overrides:
-        params = way_params(way, caps)
+        params = kernel_params(kernel, caps)
         return Overrides(Tuning.for_device(caps), {**params, "gemm": {**params["gemm"], **gemm}}, "test")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
-        loaded = Engine.load(path, device, n_ctx=n_ctx, act=ACTS[way], progress=False, ubatch=ubatch)
+        loaded = Engine.load(path, device, n_ctx=n_ctx, act=ACTS[kernel], progress=False, ubatch=ubatch)
     with loaded:
         yield loaded
 
