@@ -7,6 +7,7 @@ import quiet_blas  # isort: skip  # noqa: F401  before anything imports numpy
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from vkback.device import Capabilities, Device
 from vkback.engine import engine as engine_module
 from vkback.errors import VkbackError
 from vkback.models import Model
+from vkback.models.synth import synthesize
 from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.shader import ShaderLibrary
@@ -134,11 +136,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return get
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Files of tiny models by name, `tiny-gpt2`: those that tests/references compares, in Q8_0."""
+    known: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in known:
+            known[name] = tmp_path_factory.mktemp("tiny") / f"{name}.gguf"
+            synthesize(f"{name}-Q8_0", known[name])
+        return known[name]
+
+    return get
+
+
 @pytest.fixture
 def barrier_free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Engines loaded from here on run stages barrier-free, which the tables of a CPU driver do not choose. An indirect parameter says who
     chooses the experts."""
-    params = {"sync": "sentinel"} | ({"router": request.param} if hasattr(request, "param") else {})
+    params = {"sync": "sentinel"} | ({"router": request.param} if getattr(request, "param", None) else {})
 
     def tables(caps: Capabilities) -> Overrides:
         return Overrides(Tuning.for_device(caps), {"schedule": params}, "test")

@@ -85,6 +85,11 @@ def llama_tensors(
     return out
 
 
+def dense_metadata(arch: str) -> dict[str, Any]:
+    """`llama_metadata` under the keys of another architecture, without a vocabulary."""
+    return {key.replace("llama.", f"{arch}."): value for key, value in llama_metadata().items()} | {"tokenizer.ggml.model": "no_vocab"}
+
+
 def gpt_oss_metadata(**changes: Any) -> dict[str, Any]:
     """Metadata of a gpt-oss with 2 layers, 96 wide, 8 heads of 64 over 2, 4 of 8 experts, a window of 8, vocabulary 160; a context of 64,
     stretched from 16. `changes` replaces keys; None removes one."""

@@ -1,0 +1,338 @@
+"""Facts of architectures, a row each: names and stages of published models, plans of the tiny ones, files that are refused, bits without
+barriers. tests/models/test_references.py compares logits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for
+from make_gguf import write_gguf
+from tiny_models import changed
+
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.engine.sampler import add_sampler
+from vkback.models import GgufError, GgufFile, Model
+from vkback.models.naming import model_description
+from vkback.models.synth import SHAPES
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+
+H200 = "nvidia_h200_linux"
+PROFILES = ("llvmpipe_mesa_22_debian12", "broadcom_v3d_7_1_pi5", "apple_m1_honeykrisp", H200)
+TINY = [name for name in SHAPES if name.startswith("tiny-")]
+
+
+def token_plan(model: Model, profile: str, n_ctx: int = 4096, fusion: str = "all") -> Schedule:
+    """The schedule of one greedy token."""
+    graph = model.graph(1, min(n_ctx, model.hp.n_ctx_train), head="last")
+    add_sampler(graph, greedy=True)
+    return plan(graph, planned_for(profile), fusion=fusion)
+
+
+def ops(schedule: Schedule) -> Counter[str]:
+    return Counter(d.op for d in schedule.dispatches())
+
+
+# --- published models ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a token of a published model takes on an H200.
+
+    stages    before, in and after the layers
+    first     the ops before the layers
+    barriers  stages that begin with one: the first of a program, the sampler's, and what cannot run barrier-free
+    layer     labels of the dispatches of layer 1, one stage after the other
+    ops       how many of each there are; given those that matter, or with `all_ops` every one
+    """
+
+    name: str
+    description: str
+    stages: int
+    first: str = "GET_ROWS ROPE_ANGLES"
+    barriers: int = 3
+    layer: str = ""
+    ops: dict[str, int] = field(default_factory=dict)
+    all_ops: bool = False
+
+
+DENSE = "Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1"
+ALIKE = DENSE.replace(" Qcur_rope-1.qkv |", " |")
+"""Q, K and V of one type are one dispatch."""
+EXPERTS = DENSE.replace("ffn_swiglu-1", "ffn_moe_logits-1 | ffn_moe_swiglu-1 | ffn_moe_swiglu-1.q8_1")
+GPT2 = "Qcur_bias-1.heads.qkv | kqv_out-1 | ffn_inp-1 | ffn_gelu-1 | l_out-1"
+GEMMA3 = "Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
+"""Norms behind products and what is added to them are in the prologues of the next products."""
+GPT_OSS = "Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_moe_logits_bias-1 | ffn_moe_swiglu_oai-1 | ffn_moe_swiglu_oai-1.q8_1 | l_out-1"
+"""As many as of any other model with experts: biases, sinks, window and clamp cost no stage, and no buffer but their own."""
+DEEPSEEK2 = (
+    "q-1 kv_cmpr_pe-1 | q_nope_absorbed-1 q_pe_rope-1 | kqv_out-1 | kqv_decompressed-1 | ffn_inp-1 | ffn_shexp_swiglu-1 ffn_moe_logits-1"
+    " | ffn_shexp_swiglu-1.q8_1 ffn_moe_swiglu-1 | ffn_shexp_out-1 ffn_moe_swiglu-1.q8_1 | l_out-1"
+)
+"""Two more than other models with experts: Q goes through k_b before attention, what comes out through v_b. The shared
+expert costs none."""
+MAMBA = "zxBCdt-1 | ssm_scan-1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1"
+MAMBA_EXPERTS = (
+    "zxBCdt-1 | ssm_scan-1 | ffn_inp-1 | ffn_shexp_swiglu-1 ffn_moe_logits-1 | ffn_shexp_swiglu-1.q8_1 ffn_moe_swiglu-1"
+    " | ffn_shared-1 ffn_moe_swiglu-1.q8_1 | l_out-1"
+)
+
+
+def gpt2(name: str, description: str, layers: int) -> Token:
+    """Both embeddings, their sum, then the layers, norms in prologues, GELU in an epilogue. No RoPE."""
+    counts = {"GET_ROWS": 2, "ADD": 1, "LINEAR": 4 * layers + 1, "ATTN_DECODE": layers, "SAMPLE": 1}
+    return Token(name, description, 2 + 5 * layers + 2, "GET_ROWS GET_ROWS ADD", 4, GPT2, counts, True)
+
+
+def gemma3(name: str, description: str, layers: int) -> Token:
+    """Two kinds of angles; GEGLU and the norms behind products are dispatches of their own nowhere."""
+    counts = {"GET_ROWS": 1, "ROPE_ANGLES": 2, "LINEAR": ANY, "ATTN_DECODE": layers, "SAMPLE": 1}
+    return Token(name, description, 1 + 5 * layers + 2, "GET_ROWS ROPE_ANGLES ROPE_ANGLES", 3, GEMMA3, counts, True)
+
+
+ANY = -1
+"""A count that depends on which weights have one type."""
+
+GPT_OSS_OPS = {"GET_ROWS": 1, "ROPE_ANGLES": 1, "LINEAR": 5 * 24 + 1, "ATTN_DECODE": 24, "QUANTIZE_Q8_1": 24, "SAMPLE": 1}
+DEEPSEEK2_OPS = {"LINEAR_HEADS": 2 * 27, "MLA_ROPE_SET_ROWS": 27, "FLASH_ATTN_EXT": 27}
+DEEPSEEK2_OPS |= dict.fromkeys(("CONT", "CONCAT", "PERMUTE", "MUL_MAT", "ROPE", "SET_ROWS"), 0)
+RECURRENT_OPS = {"SSM_CONV_SCAN": 36, "ATTN_DECODE": 4}
+
+TOKENS = [
+    Token("mistral-small-24b-Q5_K_S:4", "", 1 + 5 * 4 + 2),
+    Token("mistral-large-123b-Q2_K:4", "", 1 + 5 * 4 + 2),
+    Token("mixtral-8x7b-Q4_K_M", "llama 8x7B Q4_K - Medium", 1 + 7 * 32 + 2, layer=EXPERTS),
+    Token("smollm-135m-Q8_0", "llama 256M Q8_0", 1 + 5 * 30 + 2, layer=ALIKE),
+    Token("qwen2-7b-Q4_K_M", "qwen2 7B Q4_K - Medium", 1 + 5 * 28 + 2),
+    Token("qwen2-14b-Q4_K_M:4", "", 1 + 5 * 4 + 2),
+    Token("qwen3-0.6b-Q8_0", "qwen3 0.6B Q8_0", 1 + 5 * 28 + 2),
+    Token("phi3-3b-Q4_K_S", "phi3 3B Q4_K - Small", 1 + 5 * 32 + 2),
+    Token("smollm3-3b-Q4_K_M", "smollm3 3B Q4_K - Medium", 1 + 5 * 36 + 2),
+    gpt2("gpt2-F16", "gpt2 0.1B F16", 12),
+    gpt2("gpt2-xl-F16", "gpt2 1.5B F16", 48),
+    gpt2("gpt2-xl-Q8_0", "gpt2 1.5B Q8_0", 48),
+    gemma3("gemma3-1b-Q4_K_M", "gemma3 1B Q4_K - Medium", 26),
+    gemma3("gemma3-4b-Q4_K_M", "gemma3 4B Q4_K - Medium", 34),
+    # 31 of 80 layers have no attention.
+    Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),
+    Token("gpt-oss-20b-MXFP4", "gpt-oss 20B MXFP4 MoE", 1 + 7 * 24 + 2, layer=GPT_OSS, ops=GPT_OSS_OPS, all_ops=True),
+    # The first layer is dense.
+    Token("deepseek2-16b-Q4_K_M", "deepseek2 16B Q4_K - Medium", 1 + 8 + 9 * 26 + 2, "GET_ROWS", 83, DEEPSEEK2, DEEPSEEK2_OPS),
+    Token("granite-4-h-1b-Q4_K_S", "granitehybrid 1B Q4_K - Small", 1 + 5 * 40 + 2, "GET_ROWS", 3, MAMBA, RECURRENT_OPS),
+    Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 43, MAMBA_EXPERTS, RECURRENT_OPS),
+]
+
+
+@pytest.mark.parametrize("token", TOKENS, ids=lambda t: t.name)
+def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None:
+    model = models(token.name)
+    assert token.description in ("", model.description)
+    s = token_plan(model, H200)
+    assert len(s.stages) == token.stages
+    assert len(s.stages) - len(s.barrier_free) == token.barriers
+    found = [[d.label for d in stage] for stage in s.stages]
+    begin = next(i for i, stage in enumerate(found) if any(label.split(".")[0].endswith("-0") for label in stage))
+    assert sorted(d.op for stage in s.stages[:begin] for d in stage) == sorted(token.first.split())
+    if token.layer:
+        assert [stage for stage in found if any(re.search(r"-1(\.|$)", label) for label in stage)] == [
+            stage.split() for stage in token.layer.split(" | ")
+        ]
+    counts = ops(s)
+    assert {op: counts[op] for op in token.ops if token.ops[op] != ANY} == {op: n for op, n in token.ops.items() if n != ANY}
+    assert not token.all_ops or counts.keys() == token.ops.keys()
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "size"),
+    [
+        ("qwen2", {"block_count": 24, "embedding_length": 1024}, "0.5B"),
+        ("qwen2", {"block_count": 24, "embedding_length": 896}, "1B"),
+        ("qwen2", {"block_count": 28, "embedding_length": 1536}, "1.5B"),
+        ("qwen2", {"block_count": 28, "embedding_length": 3584}, "7B"),
+        ("qwen2", {"block_count": 40, "attention.head_count": 20}, "4B"),
+        ("qwen2", {"block_count": 40, "attention.head_count": 40}, "13B"),
+        ("qwen2", {"block_count": 36}, "3B"),
+        ("qwen2", {"block_count": 64}, "32B"),
+        ("qwen2", {"block_count": 29}, "?B"),
+        ("qwen3", {"block_count": 28, "embedding_length": 1024}, "0.6B"),
+        ("qwen3", {"block_count": 28, "embedding_length": 2048}, "1.7B"),
+        ("qwen3", {"block_count": 36, "embedding_length": 2560}, "4B"),
+        ("qwen3", {"block_count": 36, "embedding_length": 4096}, "8B"),
+        ("qwen3", {"block_count": 64}, "32B"),
+        ("phi3", {"block_count": 40}, "14B"),
+        ("smollm3", {"block_count": 36}, "3B"),
+        ("llama", {"block_count": 56, "expert_count": 8}, "8x22B"),
+        ("llama", {"block_count": 88}, "?B"),
+        ("granitehybrid", {"embedding_length": 768, "feed_forward_length": 2048}, "350M"),
+        ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 4096}, "1B"),
+        ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 512}, "7B.A1B"),
+        ("granitehybrid", {"embedding_length": 2048, "feed_forward_length": 8192}, "3B"),
+        ("granitehybrid", {"embedding_length": 4096, "feed_forward_length": 768}, "32B.A9B"),
+    ],
+)
+def test_sizes_are_llama_bench_s(arch: str, keys: dict[str, Any], size: str, tmp_path: Path) -> None:
+    metadata = {f"{arch}.{key}": value for key, value in keys.items()} | {"general.file_type": 7}
+    f = GgufFile.open(write_gguf(tmp_path / "m.gguf", arch, metadata, {"x": ("F32", np.ones(1, np.float32))}))
+    assert model_description(f) == f"{arch} {size} Q8_0"
+
+
+# --- plans of the tiny models -------------------------------------------------------------------------------------------------------
+
+UNFUSED = {
+    "tiny-deepseek2": {"CONCAT", "ROPE", "SET_ROWS", "FLASH_ATTN_EXT", "TOPK_MOE"},
+    "tiny-gpt-oss": {"ADD_ID", "SWIGLU_OAI", "FLASH_ATTN_EXT"},
+    "tiny-gpt2": {"NORM", "GELU"},
+    "tiny-granitehybrid": {"SSM_SCAN"},
+}
+"""Ops of an architecture's own, which its tiny models run where nothing is fused."""
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_tiny_models_plan_for_any_device(profile: str, name: str, tiny: Callable[[str], Path]) -> None:
+    model, ctx = Model.open(tiny(name)), planned_for(profile)
+    s = token_plan(model, profile)
+    fused = ops(s)
+    plain = ops(token_plan(model, profile, fusion="none"))
+    assert sum(fused.values()) < sum(plain.values())
+    assert not fused.keys() & {"CONCAT", "ROPE", "SET_ROWS", "NORM", "ADD_ID", "GELU", "SWIGLU_OAI"}
+    assert "RMS_NORM" not in fused or model.file.arch == "granitehybrid", "the norm of groups behind a recurrence"
+    wanted = next((found for start, found in UNFUSED.items() if name.startswith(start)), {"FLASH_ATTN_EXT"})
+    assert wanted <= plain.keys()
+    match model.file.arch:
+        case "deepseek2":
+            assert fused["MLA_ROPE_SET_ROWS"] == model.hp.n_layer
+        case "granitehybrid":
+            recurrent = {"tiny-granitehybrid": 3, "tiny-granitehybrid-moe": 2}[name]
+            assert fused["SSM_CONV_SCAN" if ctx.caps.max_storage_bindings > 8 else "SSM_SCAN"] == recurrent
+        case "gpt-oss":
+            alone = ctx.tuning.pick("schedule", n=1, n_expert=model.hp.n_expert)["router"] == "stage"
+            # No head of 40 is whole units of 32: attention's result is rounded by a stage, as the experts' may be.
+            assert len(s.stages) == 1 + (6 + alone) * model.hp.n_layer + fused["QUANTIZE_Q8_1"] + 2
+    assert plan(model.graph(40, 64, head="all"), ctx).stages
+
+
+# --- files that are refused ---------------------------------------------------------------------------------------------------------
+
+Refused = tuple[str, dict[str, Any], str]
+"""Tiny model; what `changed` makes of its file, "key": value of the metadata, or without, cut; the error."""
+
+
+def lacking(name: str, *tensors: str) -> list[Refused]:
+    return [(name, {"without": [t]}, rf"tensor {re.escape(t)} is missing") for t in tensors]
+
+
+def cut(name: str, tensor: str, found: str, wanted: str) -> Refused:
+    said = f"tensor {tensor} has shape [{found}], the hyperparameters say [{wanted}]"
+    return name, {"cut": tensor}, re.escape(said)
+
+
+def keys(name: str, said: str, **metadata: Any) -> Refused:
+    return name, {"metadata": {key.replace("__", "."): value for key, value in metadata.items()}}, said
+
+
+DECI_FF = [160, 96, 224, 0, 0, 64, 0, 32]
+REFUSED = [
+    keys("gpt2", r"gpt2\.attention\.layer_norm_epsilon", attention__layer_norm_epsilon=None),
+    *lacking("gpt2", "position_embd.weight", "blk.1.attn_norm.bias", "blk.2.attn_qkv.weight", "output_norm.bias"),
+    cut("gpt2", "blk.0.attn_qkv.bias", "287", "288"),
+    cut("gpt2", "position_embd.weight", "127, 96", "128, 96"),
+    keys("gemma3", r"gemma3\.attention\.sliding_window is 0 or missing", attention__sliding_window=None),
+    *lacking("gemma3", "blk.2.post_ffw_norm.weight"),
+    cut("gemma3", "blk.1.attn_q.weight", "159, 96", "160, 96"),
+    keys(
+        "gemma3", r"sliding_window_pattern is 2 values, expected one for each of 7 layers", attention__sliding_window_pattern=[True, False]
+    ),
+    keys(
+        "deci",
+        r"deci\.attention\.head_count_kv is 3 for layer 0, expected 0 or a divisor of its 4 heads",
+        attention__head_count_kv=[3, 0, 0, 4, 0, 1, 0, 0],
+    ),
+    keys(
+        "deci",
+        r"deci\.attention\.head_count_kv is 1 for layer 1, expected 0 or a divisor of its 0 heads",
+        attention__head_count_kv=[2, 1, 0, 4, 0, 1, 0, 0],
+    ),
+    keys("deci", r"deci\.attention\.head_count_kv is 2 values", attention__head_count_kv=[2, 4]),
+    keys("deci", r"tensor blk\.1\.attn_norm\.weight is missing", attention__head_count=[4] * 8),
+    keys("deci", r"ffn_gate\.weight has shape \[160, 96\], the hyperparameters say \[96, 96\]", feed_forward_length=[96, *DECI_FF[1:]]),
+    keys("deci", r"tensor blk\.7\.ffn_norm\.weight has no place", feed_forward_length=[*DECI_FF[:7], 0]),
+    keys("gpt-oss", r"gpt-oss\.expert_count is 0 or missing, expected at least 1", expert_count=None, expert_used_count=None),
+    keys("gpt-oss", r"gpt-oss\.attention\.sliding_window is 0 or missing, expected at least 1", attention__sliding_window=None),
+    keys("deepseek2", r"deepseek2\.attention\.kv_lora_rank is 0 or missing", attention__kv_lora_rank=None),
+    keys("deepseek2", r"key_length is 96 \(attention\.value_length 64\), expected .* = 64", attention__kv_lora_rank=32),
+    keys("deepseek2", r"attention\.key_length_mla", attention__key_length_mla=None),
+    keys("deepseek2", r"attention\.key_length_mla is 32, expected more than the 32 rotated", attention__key_length_mla=32),
+    keys("deepseek2", r"attention\.head_count_kv is 3, expected 1", attention__head_count_kv=3),
+    keys("deepseek2", r"expert_gating_func is 3, expected 1 \(softmax\) or 2 \(sigmoid\)", expert_gating_func=3),
+    keys("deepseek2", r"expert_group_count and expert_group_used_count: 1 of 3 groups of 7 experts", expert_group_count=3),
+    keys("deepseek2", r"expert_weights_scale is -1\.0, expected a positive number", expert_weights_scale=-1.0),
+    keys("deepseek2-legacy", r"attention\.head_count_kv is 1, expected 3, as many as heads", attention__head_count_kv=1),
+    *lacking("deepseek2", "blk.1.attn_v_b.weight"),
+    keys("granitehybrid", r"time_step_rank is 7, expected a number of heads that divides ssm\.inner_size, 192", ssm__time_step_rank=7),
+    keys("granitehybrid", r"ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
+    keys("granitehybrid", r"ssm\.state_size is 18, expected a multiple of 4", ssm__state_size=18),
+    keys("granitehybrid", r"ssm\.state_size is missing", ssm__state_size=None),
+    keys("granitehybrid", r"ssm\.conv_kernel is 1, expected at least 2", ssm__conv_kernel=1),
+    keys("granitehybrid", r"residual_scale is -1\.0, expected a positive number", residual_scale=-1.0),
+    keys("granitehybrid", r"head_count_kv is 3 values of int\d+ from 0, expected 4 integers", attention__head_count_kv=[0, 0, 1]),
+    keys("granitehybrid", r"tensor blk\.3\.attn_q\.weight is missing", attention__head_count_kv=[0, 0, 1, 1]),
+    keys("granitehybrid", r"tensor blk\.0\.ssm_in\.weight has shape \[476, 96\], the hyperparameters say \[492, 96\]", ssm__state_size=24),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), REFUSED, ids=[f"{name}-{change}" for name, change, _ in REFUSED])
+def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], said: str, tiny: Callable[[str], Path]) -> None:
+    broken = changed(tiny(f"tiny-{name}"), **change)
+    with pytest.raises(GgufError, match=said):
+        Model.open(broken).graph(1, 8, head="all")
+
+
+# --- barrier-free stages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("name", "act", "barrier_free", "at_least"),
+    [
+        ("gpt2", "f32", None, 5 * 3 - 1),  # activations are spun on as floats, too
+        ("gpt2", "q8_1", None, 5 * 3 - 1),
+        ("gemma3", "q8_1", None, 1),
+        ("deci", "q8_1", None, 1),
+        ("granitehybrid", "f32", "gemv", 1),
+        # Sinks, windows, biases, and experts chosen by the router's product or by their own.
+        ("gpt-oss", "q8_1", "gemv", 1),
+        ("gpt-oss", "q8_1", "experts", 1),
+        # Sigmoids, a bias and groups in the router's product and in the experts'.
+        ("deepseek2-sigmoid", "q8_1", "gemv", 1),
+        ("deepseek2-sigmoid", "q8_1", "experts", 1),
+    ],
+    indirect=["barrier_free"],
+)
+def test_barrier_free_stages_change_no_bit(
+    name: str, act: Any, barrier_free: None, at_least: int, tiny: Callable[[str], Path], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [int(t) for t in np.random.default_rng(0).integers(0, 300, 20)]
+
+    def decoded() -> tuple[np.ndarray, int]:
+        with Engine.load(tiny(f"tiny-{name}"), device, n_ctx=64, act=act, progress=False) as engine:
+            before = len(engine.schedule().barrier_free)
+            logits = np.stack([engine.decode_logits(t) for t in ids])
+            assert len(engine.schedule().barrier_free) == before, "the check of the first run found another result"
+            return logits, before
+
+    found, stages = decoded()
+    assert stages >= at_least
+    monkeypatch.undo()  # what the tables of this device choose: barriers, and experts chosen by a stage of their own
+    want, stages = decoded()
+    assert stages == 0
+    assert np.array_equal(found, want)
