@@ -15,17 +15,16 @@ from vkback.ops import cost as costs
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, permuted, rounded_to, stored_tolerance, view_in
 from vkback.ops.ggml_words import FLOATS, Four, ne_of, one_of_types, shape_of, sized, type_word
 from vkback.ops.glu import GELU_COST, GELU_ERF_COST, GELU_QUICK_COST, SIGMOID_COST, TANH_COST, gelu, gelu_erf, gelu_quick, sigmoid
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, Tape, register
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 declare("elementwise", match={"elements": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
@@ -155,18 +154,19 @@ class Binary(Op):
         b_width = width if inner == 1 else 1
         elements = a.elements // width
         choice = ctx.tuning.pick("elementwise", elements=a.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
-        defines: dict[str, str | int] = {"WG_SIZE": wg, "OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
+        defines: dict[str, str | int] = {"OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
         return [
-            Dispatch(
-                Variant.of("elementwise/binary.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "elementwise/binary.comp",
                 (Arg(a), Arg(b), Arg(y, "w")),
-                pack_push(elements, max(inner // width, 1), count // b_width),
-                spread(ceil_div(elements, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads of {width} values: {choice.source}",
-                nbytes=nbytes(a) + nbytes(b) + nbytes(y),
+                (elements, max(inner // width, 1), count // b_width),
+                elements,
+                defines,
+                choice=choice,
+                how=f" of {width} values",
+                moved=nbytes(a) + nbytes(b) + nbytes(y),
                 flops=a.elements,
             )
         ]
@@ -399,18 +399,18 @@ class Unary(Op):
         width = 4 if x.elements % 4 == 0 else 1
         elements = x.elements // width
         choice = ctx.tuning.pick("elementwise", elements=x.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
-        defines: dict[str, str | int] = {"WG_SIZE": wg, "FUNCTION": UNARY[self.name].function, "WIDTH": width}
+        defines: dict[str, str | int] = {"FUNCTION": UNARY[self.name].function, "WIDTH": width}
         return [
-            Dispatch(
-                Variant.of("elementwise/unary.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "elementwise/unary.comp",
                 (Arg(x), Arg(y, "w")),
-                pack_push(elements, *[*self._values(node.params), 0.0, 0.0][:2]),
-                spread(ceil_div(elements, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads of {width} values: {choice.source}",
-                nbytes=nbytes(x) + nbytes(y),
+                (elements, *[*self._values(node.params), 0.0, 0.0][:2]),
+                elements,
+                defines,
+                choice=choice,
+                how=f" of {width} values",
                 flops=4 * x.elements,
             )
         ]

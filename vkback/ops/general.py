@@ -18,13 +18,12 @@ import numpy as np
 from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Tolerance
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op
 from vkback.ops.storage import VALUE_BYTES, nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 NUMBERS: Mapping[str, int] = {"F32": 0, "F16": 1, "BF16": 2, "I32": 3, "I16": 4, "I8": 5, "I64": 6}
 """Of types, in the shader."""
@@ -56,17 +55,17 @@ def copy_dispatch(
     each = VALUE_BYTES[y.type]
     threads = source.elements if target or each >= 4 else ceil_div(source.elements * each, 4)
     choice = ctx.tuning.pick("copy", elements=source.elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-    defines = {"FROM_TYPE": NUMBERS[x.type], "SCATTER": int(target is not None), "TO_TYPE": NUMBERS[y.type], "WG_SIZE": wg}
-    return Dispatch(
-        Variant.of("copy/general.comp", defines),
+    defines = {"FROM_TYPE": NUMBERS[x.type], "SCATTER": int(target is not None), "TO_TYPE": NUMBERS[y.type]}
+    return by_threads(
+        node,
+        ctx,
+        "copy/general.comp",
         (Arg(x), Arg(y, "rw" if target else "w")),
-        pack_push(*source.shape, *source.strides, *into.strides, source.offset, into.offset),
-        spread(ceil_div(threads, wg)),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=source.elements * VALUE_BYTES[x.type] + source.elements * each,
+        (*source.shape, *source.strides, *into.strides, source.offset, into.offset),
+        threads,
+        defines,
+        choice=choice,
+        moved=source.elements * VALUE_BYTES[x.type] + source.elements * each,
     )
 
 

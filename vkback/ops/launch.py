@@ -1,4 +1,4 @@
-"""One launch of a kernel whose threads take a value (or a row) each: what small ops have in common."""
+"""Launches that small ops have in common: a thread for each value (or column), and a workgroup for each row."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from vkback.graph import Node
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import workgroup_size
+from vkback.ops.workgroup import reduction, workgroup_size
 from vkback.shader import Variant
 
 
@@ -21,19 +22,68 @@ def by_threads(
     threads: int,
     defines: Mapping[str, str | int] | None = None,
     *,
+    choice: Choice | None = None,
+    grid: tuple[int, int] | None = None,
+    how: str = "",
+    moved: int | None = None,
+    weight_bytes: int = 0,
     flops: int = 0,
 ) -> Dispatch:
-    """A launch of `threads` threads in workgroups of the size that tables give for as many values (define WG_SIZE)."""
-    choice = ctx.tuning.pick("elementwise", elements=threads)
+    """A launch of `threads` threads in workgroups of the size that a table gives (define WG_SIZE).
+
+    choice  the table's row, with `wg_size`; by default of [[elementwise]], for as many values
+    grid    workgroups along y and z, if x alone counts threads; by default a grid of one dimension (`spread`)
+    how     what the reason says of the threads
+    moved   bytes, by default of each tensor once
+    """
+    choice = choice or ctx.tuning.pick("elementwise", elements=threads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
+    groups = ceil_div(threads, wg)
     return Dispatch(
         Variant.of(shader, {**(defines or {}), "WG_SIZE": wg}),
         tuple(args),
         pack_push(*push),
-        spread(ceil_div(threads, wg)),
+        (groups, *grid) if grid else spread(groups),
         node.op,
         node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=sum({a.tensor.name: nbytes(a.tensor) for a in args}.values()),
+        f"{wg} threads{how}: {choice.source}",
+        nbytes=sum({a.tensor.name: nbytes(a.tensor) for a in args}.values()) if moved is None else moved,
+        flops=flops,
+        weight_bytes=weight_bytes,
+    )
+
+
+def by_rows(
+    node: Node,
+    ctx: LowerContext,
+    shader: str,
+    args: Sequence[Arg],
+    push: Sequence[int | float],
+    rows: int,
+    wg: int,
+    choice: Choice,
+    defines: Mapping[str, str | int] | None = None,
+    *,
+    lanes: int = 1,
+    how: str = "",
+    moved: int | None = None,
+    flops: int = 0,
+) -> Dispatch:
+    """A launch of a workgroup of `wg` threads for each row, whose threads share sums (`reduction`, with its defines).
+
+    lanes  widest group_* of the shader
+    how    what the reason says of the threads
+    moved  bytes, by default those of each argument, of a tensor that is read and written in place both
+    """
+    reduce, subgroup = reduction(ctx.caps, wg, lanes=lanes)
+    return Dispatch(
+        Variant.of(shader, {**reduce, **(defines or {})}, subgroup_size=subgroup),
+        tuple(args),
+        pack_push(*push),
+        spread(rows),
+        node.op,
+        node.name,
+        f"{wg} threads{how}: {choice.source}",
+        nbytes=sum(nbytes(a.tensor) for a in args) if moved is None else moved,
         flops=flops,
     )

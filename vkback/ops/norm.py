@@ -12,16 +12,15 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost, times, total
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, permuted, view_in
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.launch import by_rows
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.quantize import Q8_1_TOLERANCE
-from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import reduction, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import workgroup_size
 
 declare("norm", match={"dim": "number", "rows": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
@@ -107,8 +106,7 @@ class Norm(Op):
         wg = workgroup_size(ctx.caps, choice["wg_size"], span)
         wg = max(wg, 8) if q8 else wg
         rounds = ceil_div(span, wg)
-        defines, subgroup = reduction(ctx.caps, wg, lanes=8 if q8 else 1)
-        defines |= {
+        defines = {
             "ADD": int(self.add),
             "WEIGHT": int(self.weight),
             "CENTER": int(self.center),
@@ -120,15 +118,18 @@ class Norm(Op):
         }
         args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))
         return [
-            Dispatch(
-                Variant.of("norm/norm.comp", defines, subgroup_size=subgroup),
+            by_rows(
+                node,
+                ctx,
+                "norm/norm.comp",
                 args,
-                pack_push(rows, dim, quads, rounds, units, float(node.params["eps"])),
-                spread(rows),
-                node.op,
-                node.name,
-                f"{wg} threads, {rounds} rounds {'in registers' if rounds <= MAX_KEPT else 'read twice'}: {choice.source}",
-                nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+                (rows, dim, quads, rounds, units, float(node.params["eps"])),
+                rows,
+                wg,
+                choice,
+                defines,
+                lanes=8 if q8 else 1,
+                how=f", {rounds} rounds {'in registers' if rounds <= MAX_KEPT else 'read twice'}",
                 flops=(3 + self.add + self.weight + self.bias + self.residual) * rows * dim,
             )
         ]
@@ -284,20 +285,8 @@ class L2Norm(Norm):
         dim, rows = x.shape[-1], prod(x.shape[:-1])
         choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
         wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
-        defines, subgroup = reduction(ctx.caps, wg)
-        return [
-            Dispatch(
-                Variant.of("norm/l2_norm.comp", defines, subgroup_size=subgroup),
-                (Arg(x), Arg(y, "w")),
-                pack_push(rows, dim, float(node.params["eps"])),
-                spread(rows),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + nbytes(y),
-                flops=3 * x.elements,
-            )
-        ]
+        args, push = (Arg(x), Arg(y, "w")), (rows, dim, float(node.params["eps"]))
+        return [by_rows(node, ctx, "norm/l2_norm.comp", args, push, rows, wg, choice, flops=3 * x.elements)]
 
 
 @register

@@ -14,16 +14,15 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.family import Choice
 from vkback.ops.general import is_general, lower_general, rounded_to
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.launch import by_rows
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.storage import nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import reduction, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import workgroup_size
 
 
 def threads_of_a_row(x: Tensor, ctx: LowerContext) -> tuple[int, Choice]:
@@ -59,17 +58,16 @@ def _dispatch(node: Node, ctx: LowerContext, *, sum_rows: bool) -> Dispatch:
     x, *mask = node.inputs
     dim, rows = x.shape[-1], prod(x.shape[:-1])
     wg, choice = threads_of_a_row(x, ctx)
-    defines, subgroup = reduction(ctx.caps, wg)
-    defines |= {"MASK": len(mask), "SUM": int(sum_rows)}
-    return Dispatch(
-        Variant.of("soft_max/soft_max.comp", defines, subgroup_size=subgroup),
+    return by_rows(
+        node,
+        ctx,
+        "soft_max/soft_max.comp",
         (Arg(x), *map(Arg, mask), Arg(node.outputs[0], "w" if sum_rows else "rw")),
-        pack_push(rows, dim, prod(mask[0].shape[:-1]) if mask else 1, float(node.params.get("scale", 1.0))),
-        spread(rows),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+        (rows, dim, prod(mask[0].shape[:-1]) if mask else 1, float(node.params.get("scale", 1.0))),
+        rows,
+        wg,
+        choice,
+        {"MASK": len(mask), "SUM": int(sum_rows)},
         flops=(1 if sum_rows else 8) * rows * dim,
     )
 
@@ -161,19 +159,18 @@ class SoftMax(Op):
         if not fits or (sinks and rest[-1].elements != heads):
             raise PlanError(f"[SOFT_MAX] {node.name}: {', '.join(map(str, rest))} do not fit {x}")
         wg, choice = threads_of_a_row(x, ctx)
-        defines, subgroup = reduction(ctx.caps, wg)
-        defines |= {"MASK": len(mask), "SINKS": int(sinks)}
         mask_outer, mask_heads = mask[0].shape[:2] if mask else (1, 1)
         n, below, above = slopes(heads, float(node.params.get("max_bias", 0.0)))
-        return Dispatch(
-            Variant.of("soft_max/general.comp", defines, subgroup_size=subgroup),
+        return by_rows(
+            node,
+            ctx,
+            "soft_max/general.comp",
             (Arg(x), *map(Arg, rest), Arg(node.outputs[0], "rw")),
-            pack_push(outer, heads, rows, dim, mask_outer, mask_heads, n, float(node.params.get("scale", 1.0)), below, above),
-            spread(outer * heads * rows),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=sum(map(nbytes, (*node.inputs, *node.outputs))),
+            (outer, heads, rows, dim, mask_outer, mask_heads, n, float(node.params.get("scale", 1.0)), below, above),
+            outer * heads * rows,
+            wg,
+            choice,
+            {"MASK": len(mask), "SINKS": int(sinks)},
             flops=8 * x.elements,
         )
 

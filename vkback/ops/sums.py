@@ -11,15 +11,15 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.copies.copy_cases import NONE, view_of
-from vkback.ops.dispatch import Arg, Dispatch, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import is_general, lower_general, view_in
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.launch import by_rows
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import reduction, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import workgroup_size
 
 LONGEST = 1 << 16
 """Values that one workgroup adds up: beyond, a sum goes in two steps."""
@@ -32,18 +32,10 @@ def rows_launch(
     rows, k = shape
     choice = ctx.tuning.pick("elementwise", elements=k)
     wg = workgroup_size(ctx.caps, max(choice["wg_size"], 64), k)
-    defines, subgroup = reduction(ctx.caps, wg)
-    return Dispatch(
-        Variant.of("sums/sums.comp", {**defines, "FUNCTION": function}, subgroup_size=subgroup),
-        (Arg(x), Arg(y, "w"), *map(Arg, more)),
-        pack_push(rows, k, float(factor)),
-        spread(rows),
-        node.op,
-        node.name,
-        f"{wg} threads a row: {choice.source}",
-        nbytes=nbytes(x) + nbytes(y),
-        flops=rows * k,
-    )
+    args = (Arg(x), Arg(y, "w"), *map(Arg, more))
+    push, moved = (rows, k, float(factor)), nbytes(x) + nbytes(y)
+    defines = {"FUNCTION": function}
+    return by_rows(node, ctx, "sums/sums.comp", args, push, rows, wg, choice, defines, how=" a row", moved=moved, flops=rows * k)
 
 
 class Sums(Op):

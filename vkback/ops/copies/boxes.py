@@ -13,16 +13,15 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, is_general, lower_general, permuted, random_values, view_in, views_of
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, moves_values, register
-from vkback.ops.storage import VALUE_BYTES, nbytes
+from vkback.ops.storage import VALUE_BYTES
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 declare("copy", match={"elements": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
@@ -60,17 +59,17 @@ def box_copy(
         x_stride, y_stride = (*x_stride[:3], 2 * x_next), (*y_stride[:3], 2)
     elements = prod(box)
     choice = ctx.tuning.pick("copy", elements=elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
-    defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16"), "WG_SIZE": wg}
-    return Dispatch(
-        Variant.of("copy/box.comp", defines),
+    defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
+    return by_threads(
+        node,
+        ctx,
+        "copy/box.comp",
         (Arg(x), Arg(y, "w", part=part)),
-        pack_push(*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
-        spread(ceil_div(elements, wg)),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=8 * elements,
+        (*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
+        elements,
+        defines,
+        choice=choice,
+        moved=8 * elements,
     )
 
 
@@ -275,16 +274,15 @@ class Pad(Boxed):
         x, y = node.inputs[0], node.outputs[0]
         before = (*(0,) * (4 - len(x.shape)), *node.params.get("before", (0,) * len(x.shape)))
         choice = ctx.tuning.pick("copy", elements=y.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], y.elements)
-        return Dispatch(
-            Variant.of("copy/pad.comp", {"CIRCULAR": int(bool(node.params.get("circular"))), "WG_SIZE": wg}),
+        return by_threads(
+            node,
+            ctx,
+            "copy/pad.comp",
             (Arg(x), Arg(y, "w")),
-            pack_push(*_four(y.shape), *_four(x.shape), *_strides(x.shape), *before, 0),
-            spread(ceil_div(y.elements, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=nbytes(x) + nbytes(y),
+            (*_four(y.shape), *_four(x.shape), *_strides(x.shape), *before, 0),
+            y.elements,
+            {"CIRCULAR": int(bool(node.params.get("circular")))},
+            choice=choice,
         )
 
     def cases(self) -> Iterator[Case]:

@@ -17,16 +17,15 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import copy_cases, encode
 from vkback.ops.copies.boxes import EXACT, box_copy
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.general import copy_dispatch, permuted, random_values, stored_tolerance
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, tensor_type, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_node import QUANTS
 from vkback.ops.op import Op, moves_values, register
 from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes, shards, weight_push
 from vkback.ops.view import ORDERS, TRANSPOSED, View, laid_out
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 DECODED = Tolerance(1e-12, 1e-5, "a multiplication and a subtraction in f32 of numbers that a file's block holds exactly")
 
@@ -106,18 +105,8 @@ class Convert(Op):
         x, y = node.inputs[0], node.outputs[0]
         pairs = x.elements // 2
         choice = ctx.tuning.pick("copy", elements=x.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], pairs)
-        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16"), "WG_SIZE": wg}
-        return Dispatch(
-            Variant.of("copy/convert.comp", defines),
-            (Arg(x), Arg(y, "w")),
-            pack_push(pairs),
-            spread(ceil_div(pairs, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=nbytes(x) + nbytes(y),
-        )
+        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
+        return by_threads(node, ctx, "copy/convert.comp", (Arg(x), Arg(y, "w")), (pairs,), pairs, defines, choice=choice)
 
     def _boxed(self, node: Node, ctx: LowerContext, source: View, target: View) -> Dispatch:
         """Whichever side is whole takes the other's shape."""
@@ -152,18 +141,18 @@ class Convert(Op):
             raise PlanError(f"[{self.name}] {node.name}: {x}: {problem}")
         threads = prod(four.shape[:3]) * ceil_div(k, 32)
         choice = ctx.tuning.pick("copy", elements=four.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
-        defines = {"WG_SIZE": wg, "TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder_of(x.type, columns, ctx)}
+        defines = {"TO_F16": int(y.type == "F16"), "WIDTH": 4 if k % 4 == 0 else 1, **decoder_of(x.type, columns, ctx)}
         push = (*weight_push(x.type, parts[0].layout, columns), *four.shape[:3], *(s // columns for s in four.strides[:3]))
-        return Dispatch(
-            Variant.of("copy/decode.comp", defines),
+        return by_threads(
+            node,
+            ctx,
+            "copy/decode.comp",
             (Arg(x), Arg(y, "w")),
-            pack_push(*push, row0, column0 // 32, k),
-            spread(ceil_div(threads, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=prod(four.shape[:3]) * quants.row_bytes(x.type, columns) * k // columns + nbytes(y),
+            (*push, row0, column0 // 32, k),
+            threads,
+            defines,
+            choice=choice,
+            moved=prod(four.shape[:3]) * quants.row_bytes(x.type, columns) * k // columns + nbytes(y),
         )
 
     def cases(self) -> Iterator[Case]:
@@ -283,17 +272,16 @@ def same_rows(node: Node, ctx: LowerContext, source: View, target: View) -> list
     found = []
     for number, (from_plane, to_plane) in enumerate(zip(here.planes, there.planes, strict=True)):
         words = ceil_div(rows * to_plane.row_bytes, 4)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], words)
         found.append(
-            Dispatch(
-                Variant.of("copy/plane_rows.comp", {"WG_SIZE": wg}),
+            by_threads(
+                node,
+                ctx,
+                "copy/plane_rows.comp",
                 (Arg(x), Arg(y, "w", part=f"plane {number}")),
-                pack_push(*push, a.offset // k, rows, to_plane.row_bytes, from_plane.offset // 4, to_plane.offset // 4),
-                spread(ceil_div(words, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=2 * rows * to_plane.row_bytes,
+                (*push, a.offset // k, rows, to_plane.row_bytes, from_plane.offset // 4, to_plane.offset // 4),
+                words,
+                choice=choice,
+                moved=2 * rows * to_plane.row_bytes,
             )
         )
     return found

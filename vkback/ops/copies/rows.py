@@ -18,17 +18,17 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import set_rows as rows_anyhow
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, rounded_to, views_of
 from vkback.ops.ggml_words import one_of_types, sized, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_node import QUANTS, weight
 from vkback.ops.op import OPS, Op, Tape, moves_values, register
 from vkback.ops.storage import VALUE_BYTES, nbytes, shards, weight_push
 from vkback.ops.view import View
-from vkback.ops.workgroup import Defines, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import Defines
 
 declare("rows", match={"k": "number", "n": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
@@ -126,18 +126,18 @@ class SetRows(Op):
             raise PlanError(f"[SET_ROWS] {node.name}: {x} into {cache}: expected a F16 or F32 cache of even rows, {n} tokens of its heads")
         words = x.elements // 2
         choice = ctx.tuning.pick("rows", k=dim, n=n * heads)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], words)
-        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(cache.type == "F16"), "WG_SIZE": wg}
+        defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(cache.type == "F16")}
         return [
-            Dispatch(
-                Variant.of("rows/set_rows.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "rows/set_rows.comp",
                 (Arg(x), Arg(pos), Arg(cache, "w")),
-                pack_push(n, heads, dim // 2, n_ctx),
-                spread(ceil_div(words, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
+                (n, heads, dim // 2, n_ctx),
+                words,
+                defines,
+                choice=choice,
+                moved=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
             )
         ]
 
@@ -265,20 +265,20 @@ class GetRows(Op):
             return [self._plain(node, ctx)]
         units = ceil_div(k, 32)
         choice = ctx.tuning.pick("rows", k=k, n=n)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], units * n)
-        defines: Defines = {"WG_SIZE": wg, **decoder_of(table.type, k, ctx), "WIDTH": 4 if k % 4 == 0 else 1}
+        defines: Defines = {**decoder_of(table.type, k, ctx), "WIDTH": 4 if k % 4 == 0 else 1}
         parts = shards(table, ctx.caps)
         rows = prod(table.shape[:-1])
         return [
-            Dispatch(
-                Variant.of("rows/get_rows.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "rows/get_rows.comp",
                 (Arg(table, "r", i), Arg(ids), Arg(y, "w", part=f"rows of shard {i}" if len(parts) > 1 else "")),
-                pack_push(*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows, scale),
-                spread(ceil_div(units * n, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=n * quants.row_bytes(table.type, k) + nbytes(y),
+                (*weight_push(table.type, part.layout, k), n, k, part.row0, part.rows, rows, scale),
+                units * n,
+                defines,
+                choice=choice,
+                moved=n * quants.row_bytes(table.type, k) + nbytes(y),
                 weight_bytes=n * quants.row_bytes(table.type, k),
             )
             for i, part in enumerate(parts)
@@ -299,18 +299,17 @@ class GetRows(Op):
             table = plain
         all_ids = Tensor(f"{node.name}.ids", "I32", view.shape)
         choice = ctx.tuning.pick("rows", k=1, n=all_ids.elements)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], all_ids.elements)
         n = view.shape[-1]
         before.append(
-            Dispatch(
-                Variant.of("rows/batch_ids.comp", {"WG_SIZE": wg}),
+            by_threads(
+                node,
+                ctx,
+                "rows/batch_ids.comp",
                 (Arg(ids), Arg(all_ids, "w")),
-                pack_push(outer, inner, n, view.offset, *view.strides, row, rows, table_rows),
-                spread(ceil_div(all_ids.elements, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=2 * nbytes(all_ids),
+                (outer, inner, n, view.offset, *view.strides, row, rows, table_rows),
+                all_ids.elements,
+                choice=choice,
+                moved=2 * nbytes(all_ids),
             )
         )
         flat = dataclasses.replace(table, shape=(outer * inner * table_rows, k))
@@ -332,16 +331,16 @@ class GetRows(Op):
         k, n = table.shape[-1], ids.elements
         width = 4 if k % 4 == 0 else 1
         choice = ctx.tuning.pick("rows", k=k, n=n)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], n * k // width)
-        return Dispatch(
-            Variant.of("rows/get_rows_values.comp", {"FROM_F16": int(table.type == "F16"), "WG_SIZE": wg, "WIDTH": width}),
+        return by_threads(
+            node,
+            ctx,
+            "rows/get_rows_values.comp",
             (Arg(table), Arg(ids), Arg(y, "w")),
-            pack_push(n, k // width, prod(table.shape[:-1])),
-            spread(ceil_div(n * k // width, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=nbytes(y) * (3 if table.type == "F16" else 4) // 2,
+            (n, k // width, prod(table.shape[:-1])),
+            n * k // width,
+            {"FROM_F16": int(table.type == "F16"), "WIDTH": width},
+            choice=choice,
+            moved=nbytes(y) * (3 if table.type == "F16" else 4) // 2,
         )
 
     def cases(self) -> Iterator[Case]:

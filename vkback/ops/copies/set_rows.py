@@ -19,15 +19,14 @@ from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copies import encode
 from vkback.ops.copies.copy_cases import numbers
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import rounded_to, stored_tolerance, views_of
 from vkback.ops.ggml_words import FLOATS, Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.storage import VALUE_BYTES, in_planes, nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
 from vkback.quants import QUANTS
-from vkback.shader import Variant
 
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 
@@ -61,17 +60,16 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
         raise PlanError(f"[SET_ROWS] {node.name}: {cache}: expected {', '.join(_KINDS)} or a quantized type")
     elements = floats.elements
     choice = ctx.tuning.pick("rows", k=k, n=n3 * n2 * r)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], elements)
     words = 2 if ids.type == "I64" else 1
-    store = Dispatch(
-        Variant.of("rows/set_rows_general.comp", {"WG_SIZE": wg}),
+    store = by_threads(
+        node,
+        ctx,
+        "rows/set_rows_general.comp",
         (Arg(floats), Arg(ids), Arg(cache, "rw")),
-        pack_push(elements, k, r, n2, limit, *size, words, _KINDS[cache.type]),
-        spread(ceil_div(elements, wg)),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=nbytes(floats) + elements * VALUE_BYTES[cache.type],
+        (elements, k, r, n2, limit, *size, words, _KINDS[cache.type]),
+        elements,
+        choice=choice,
+        moved=nbytes(floats) + elements * VALUE_BYTES[cache.type],
     )
     return [*copies, store]
 

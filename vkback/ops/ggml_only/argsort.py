@@ -13,13 +13,12 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, moves_values, register
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 
 def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch]:
@@ -29,18 +28,18 @@ def _ranked(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     if dim > LONGEST_COUNTED:
         return _merged(node, ctx, descending=descending)
     choice = ctx.tuning.pick("elementwise", elements=x.elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
     gz = ceil_div(rows, MAX_GROUPS_X)
     return [
-        Dispatch(
-            Variant.of("argsort/argsort.comp", {"DESCENDING": int(descending), "WG_SIZE": wg}),
+        by_threads(
+            node,
+            ctx,
+            "argsort/argsort.comp",
             (Arg(x), Arg(y, "w")),
-            pack_push(rows, dim, y.shape[-1]),
-            (ceil_div(dim, wg), ceil_div(rows, gz), gz),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=nbytes(x) + nbytes(y),
+            (rows, dim, y.shape[-1]),
+            dim,
+            {"DESCENDING": int(descending)},
+            choice=choice,
+            grid=(ceil_div(rows, gz), gz),
         )
     ]
 
@@ -50,24 +49,25 @@ def _merged(node: Node, ctx: LowerContext, *, descending: bool) -> list[Dispatch
     x, y = node.inputs[0], node.outputs[0]
     dim, rows = x.shape[-1], prod(x.shape[:-1])
     choice = ctx.tuning.pick("elementwise", elements=x.elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
     gz = ceil_div(rows, MAX_GROUPS_X)
     passes = (dim - 1).bit_length()
     between = [Tensor(f"{node.name}.order{i}", "I32", x.shape) for i in range(2)]
     dispatches = []
     for i in range(passes):
         source, target = x if i == 0 else between[i % 2], y if i == passes - 1 else between[(i + 1) % 2]
-        defines = {"DESCENDING": int(descending), "FIRST": int(i == 0), "WG_SIZE": wg}
+        defines = {"DESCENDING": int(descending), "FIRST": int(i == 0)}
         dispatches.append(
-            Dispatch(
-                Variant.of("argsort/merge.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "argsort/merge.comp",
                 (Arg(x), Arg(source), Arg(target, "w")),
-                pack_push(rows, dim, 1 << i, target.shape[-1]),
-                (ceil_div(dim, wg), ceil_div(rows, gz), gz),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(x) + nbytes(target),
+                (rows, dim, 1 << i, target.shape[-1]),
+                dim,
+                defines,
+                choice=choice,
+                grid=(ceil_div(rows, gz), gz),
+                moved=nbytes(x) + nbytes(target),
             )
         )
     return dispatches

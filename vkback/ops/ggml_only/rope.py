@@ -30,16 +30,15 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import copy_dispatch, is_general, lower_general, rounded_to, stored_tolerance, view_in
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.rope import angles as rope_angles
 from vkback.ops.training.gradients import Gradient, Scalar, against
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 MODES = {0: "normal", 2: "neox", 8: "mrope", 24: "vision", 40: "imrope"}
 """By ggml's numbers."""
@@ -135,10 +134,7 @@ class RopeExt(Op):
         sectors = [sector_of(pair, params) for pair in range(pairs)]
         table = rope_angles.fixed_point(params, [power for _, power in sectors])
         threads = batches * n * heads * (dim - pairs)
-        choice = ctx.tuning.pick("elementwise", elements=threads)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
         defines: dict[str, str | int] = {
-            "WG_SIZE": wg,
             "INTERLEAVED": int(params["mode"] == "normal"),
             "PAIR_POSITION": ",".join(f"{number}u" for number, _ in sectors),
             "FACTORS": len(factors),
@@ -146,15 +142,15 @@ class RopeExt(Op):
             "ROPE_FREQUENCIES": rope_angles.table_define(table),
         }
         return [
-            Dispatch(
-                Variant.of("rope/general.comp", defines),
+            by_threads(
+                node,
+                ctx,
+                "rope/general.comp",
                 (Arg(x), Arg(pos), Arg(y, "w"), *map(Arg, factors)),
-                pack_push(threads, dim, heads, n, first, float(rope_angles.mscale(params)), -1.0 if params.get("back") else 1.0),
-                spread(ceil_div(threads, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=8 * x.elements,
+                (threads, dim, heads, n, first, float(rope_angles.mscale(params)), -1.0 if params.get("back") else 1.0),
+                threads,
+                defines,
+                moved=8 * x.elements,
                 flops=6 * x.elements,
             )
         ]

@@ -19,14 +19,13 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import bytes_moved, is_general, lower_general
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 TOLERANCE = Tolerance(1e-10, 1e-4, "f32: up to 300 tokens of a recurrence, sums of up to 256 products, exp within 3 + 2|x| ulp")
 
@@ -67,19 +66,16 @@ def lower(node: Node, ctx: LowerContext) -> list[Dispatch]:
         sequences, heads, dim, n_state = s.shape
         file, threads = "scan_sequences", sequences * heads * dim
         push = (sequences, x.shape[1], heads, dim, n_state, b.shape[2], a.shape[-1], node.params.get("snapshots", 1))
-    choice = ctx.tuning.pick("elementwise", elements=threads)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
     last = node.outputs[-1]
     return [
-        Dispatch(
-            Variant.of(f"ssm/{file}.comp", {"WG_SIZE": wg}),
+        by_threads(
+            node,
+            ctx,
+            f"ssm/{file}.comp",
             (*map(Arg, node.inputs), *(Arg(t, "rw" if t is last and node.op == "SSM_SCAN" else "w") for t in node.outputs)),
-            pack_push(*push),
-            spread(ceil_div(threads, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=bytes_moved(*node.inputs, *node.outputs),
+            push,
+            threads,
+            moved=bytes_moved(*node.inputs, *node.outputs),
         )
     ]
 

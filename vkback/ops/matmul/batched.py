@@ -20,8 +20,9 @@ import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Rounded, Tolerance
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.general import copy_dispatch
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choose
 from vkback.ops.matmul.linear import Linear, linear_tolerance
@@ -30,8 +31,6 @@ from vkback.ops.op import OPS
 from vkback.ops.quantize import rounded_rows, rounded_tolerance
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 VIEWS = ("w_view", "x_view")
 """Params: the View of an operand to take in its place."""
@@ -175,17 +174,17 @@ def weight_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tenso
     laid = Tensor(f"{node.name}.w_units", "F32", (*four.shape[:3], 32 * units))
     threads = 8 * rows * units
     choice = ctx.tuning.pick("copy", elements=laid.elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
     before.append(
-        Dispatch(
-            Variant.of("copy/as_weight.comp", {"FROM_F16": int(w.type == "F16"), "WG_SIZE": wg}),
+        by_threads(
+            node,
+            ctx,
+            "copy/as_weight.comp",
             (Arg(w), Arg(laid, "w")),
-            pack_push(*four.shape, *four.strides, four.offset, units),
-            spread(ceil_div(threads, wg)),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=view.elements * (2 if w.type == "F16" else 4) + nbytes(laid),
+            (*four.shape, *four.strides, four.offset, units),
+            threads,
+            {"FROM_F16": int(w.type == "F16")},
+            choice=choice,
+            moved=view.elements * (2 if w.type == "F16" else 4) + nbytes(laid),
         )
     )
     return before, laid
@@ -205,15 +204,11 @@ def token_operand(node: Node, ctx: LowerContext) -> tuple[list[Dispatch], Tensor
 
 def _matrices(node: Node, batch: Batch, ids: Tensor, ctx: LowerContext) -> Dispatch:
     """Writes the matrix of every slice."""
-    choice = ctx.tuning.pick("elementwise", elements=ids.elements)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], ids.elements)
-    return Dispatch(
-        Variant.of("gemm_f32/slices.comp", {"WG_SIZE": wg}),
+    return by_threads(
+        node,
+        ctx,
+        "gemm_f32/slices.comp",
         (Arg(ids, "w"),),
-        pack_push(ids.elements, batch.n, batch.inner * batch.inner_repeat, batch.inner_repeat, batch.outer_repeat, batch.inner),
-        spread(ceil_div(ids.elements, wg)),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=nbytes(ids),
+        (ids.elements, batch.n, batch.inner * batch.inner_repeat, batch.inner_repeat, batch.outer_repeat, batch.inner),
+        ids.elements,
     )

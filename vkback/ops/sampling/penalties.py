@@ -25,13 +25,12 @@ import numpy.typing as npt
 
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.sampling.sample import LOOP_RING
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 SEEN_COUNTS = 4
 """Where the counts begin in `seen`."""
@@ -106,19 +105,18 @@ class PenaltiesOp(Op):
             )
         if [m.elements for m in masks] not in ([], [mask_words(vocab)]):
             raise PlanError(f"[PENALTIES] {node.name}: expected one mask of {mask_words(vocab)} words or none, got {masks}")
-        choice = ctx.tuning.pick("elementwise", elements=vocab)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
         y = node.outputs[0]
         return [
-            Dispatch(
-                kernel=Variant.of("sample/penalties.comp", ({"MASKED": 1} if masks else {}) | {"WG_SIZE": wg}),
-                args=(Arg(logits), Arg(bias), Arg(seen, "rw"), Arg(loop), Arg(tokens), Arg(pos), Arg(y, "w"), *map(Arg, masks)),
-                push=pack_push(vocab, n_ctx),
-                groups=(ceil_div(vocab, wg), 1, 1),
-                op=node.op,
-                label=node.name,
-                reason=f"{wg} threads: {choice.source}",
-                nbytes=nbytes(logits) + nbytes(bias) + 8 * vocab + nbytes(y) + sum(map(nbytes, masks)),
+            by_threads(
+                node,
+                ctx,
+                "sample/penalties.comp",
+                (Arg(logits), Arg(bias), Arg(seen, "rw"), Arg(loop), Arg(tokens), Arg(pos), Arg(y, "w"), *map(Arg, masks)),
+                (vocab, n_ctx),
+                vocab,
+                {"MASKED": 1} if masks else {},
+                grid=(1, 1),
+                moved=nbytes(logits) + nbytes(bias) + 8 * vocab + nbytes(y) + sum(map(nbytes, masks)),
                 flops=5 * vocab,
             )
         ]

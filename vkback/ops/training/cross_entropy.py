@@ -12,12 +12,12 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of
+from vkback.ops.launch import by_rows
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.soft_max import softmax_tolerance, threads_of_a_row
-from vkback.ops.storage import nbytes
 from vkback.ops.training.gradients import Gradient, Scalar
 from vkback.ops.training.soft_max_back import soft_max
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
@@ -52,18 +52,7 @@ def _row_kernel(node: Node, ctx: LowerContext, shader: str, args: Sequence[Arg],
     dim, rows = logits.shape[-1], prod(logits.shape[:-1])
     choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
     wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
-    more, subgroup = reduction(ctx.caps, wg)
-    return Dispatch(
-        Variant.of(shader, {**defines, **more}, subgroup_size=subgroup),
-        tuple(args),
-        pack_push(rows, dim),
-        spread(rows),
-        node.op,
-        node.name,
-        f"{wg} threads: {choice.source}",
-        nbytes=sum(nbytes(a.tensor) for a in args),
-        flops=6 * logits.elements,
-    )
+    return by_rows(node, ctx, shader, args, (rows, dim), rows, wg, choice, defines, flops=6 * logits.elements)
 
 
 def _check(node: Node, logits: Tensor, targets: Tensor) -> bool:

@@ -11,15 +11,15 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of
+from vkback.ops.launch import by_rows, by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import register
 from vkback.ops.storage import nbytes
 from vkback.ops.training.column_sums import blocks_of, column_sums
 from vkback.ops.training.gradients import Gradient, Scalar, against
-from vkback.ops.workgroup import reduction, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import workgroup_size
 
 TOLERANCE = Tolerance(
     1e-11, 1e-4, "f32 sums of a row's values, relative error about 2^-24 sqrt(dim); terms of the sum that cancel are as large as dx"
@@ -49,19 +49,9 @@ class _Back(Gradient):
         dim, rows = x.shape[-1], prod(x.shape[:-1])
         choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
         wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
-        defines, subgroup = reduction(ctx.caps, wg)
-        defines |= {"CENTER": int(self.center)} | ({} if weight is None else {"WEIGHT": weight})
-        return Dispatch(
-            Variant.of(shader, defines, subgroup_size=subgroup),
-            tuple(args),
-            pack_push(rows, dim, float(node.params["eps"])),
-            spread(rows),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=sum(nbytes(a.tensor) for a in args),
-            flops=12 * x.elements,
-        )
+        defines = {"CENTER": int(self.center)} | ({} if weight is None else {"WEIGHT": weight})
+        push = (rows, dim, float(node.params["eps"]))
+        return by_rows(node, ctx, shader, args, push, rows, wg, choice, defines, flops=12 * x.elements)
 
     def _inputs(self, rng: np.random.Generator, shape: Shape, weighted: bool) -> tuple[list[Tensor], dict[str, Array]]:
         inputs = [Tensor(name, "F32", shape, "input") for name in ("dy", "x")]
@@ -165,19 +155,19 @@ class _WeightBack(_Back):
         sums = tuple(node.outputs)
         if blocks > 1:
             sums = tuple(Tensor(f"{t.name}.blocks", "F32", (blocks, dim)) for t in node.outputs)
-        choice = ctx.tuning.pick("elementwise", elements=dim)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], dim)
         dispatches = [
             self._row_kernel(node, ctx, "norm/row_scale.comp", (Arg(x), Arg(scale, "w")), None),
-            Dispatch(
-                Variant.of("norm/weight_back.comp", {"CENTER": int(self.center), "WG_SIZE": wg}),
+            by_threads(
+                node,
+                ctx,
+                "norm/weight_back.comp",
                 (Arg(dy), Arg(x), Arg(scale), *(Arg(t, "w") for t in sums)),
-                pack_push(rows, dim, block),
-                (ceil_div(dim, wg), blocks, 1),
-                node.op,
-                node.name,
-                f"{wg} threads, {block} rows each: {choice.source}",
-                nbytes=nbytes(dy) + nbytes(x),
+                (rows, dim, block),
+                dim,
+                {"CENTER": int(self.center)},
+                grid=(blocks, 1),
+                how=f", {block} rows each",
+                moved=nbytes(dy) + nbytes(x),
                 flops=5 * x.elements,
             ),
         ]

@@ -15,17 +15,16 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.copies.copy_cases import numbers
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div
 from vkback.ops.general import permuted, views_of
 from vkback.ops.ggml_words import one_of_types, operand, sized, tensor_type, type_word
+from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import low_rank
 from vkback.ops.op import Op, register
-from vkback.ops.storage import VALUE_BYTES, nbytes
+from vkback.ops.storage import VALUE_BYTES
 from vkback.ops.training.gemm_f32 import Product, lower_product
 from vkback.ops.view import View
-from vkback.ops.workgroup import workgroup_size
-from vkback.shader import Variant
 
 SMALL_K = 8
 """Rows of a and b up to which their product goes without tiles."""
@@ -78,17 +77,14 @@ class OutProd(Op):
     def _of_small_k(self, node: Node, ctx: LowerContext, a: Tensor, b: Tensor, product: Product, add: bool) -> Dispatch:
         """Of few k: a thread has a column of eight rows."""
         rows, columns = product.m, product.n
-        choice = ctx.tuning.pick("elementwise", elements=columns)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], columns)
-        return Dispatch(
-            Variant.of("gemm_f32/out_prod_small_k.comp", {"WG_SIZE": wg}),
+        return by_threads(
+            node,
+            ctx,
+            "gemm_f32/out_prod_small_k.comp",
             (Arg(a), Arg(b), Arg(node.outputs[0], "rw" if add else "w")),
-            pack_push(columns, rows, product.k, product.n2, product.r2, product.r3, int(add)),
-            (ceil_div(columns, wg), ceil_div(rows, 8), product.batches),
-            node.op,
-            node.name,
-            f"{wg} threads: {choice.source}",
-            nbytes=nbytes(a) + nbytes(b) + nbytes(node.outputs[0]),
+            (columns, rows, product.k, product.n2, product.r2, product.r3, int(add)),
+            columns,
+            grid=(ceil_div(rows, 8), product.batches),
             flops=2 * product.k * node.outputs[0].elements,
         )
 

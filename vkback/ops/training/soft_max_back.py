@@ -12,14 +12,13 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of
+from vkback.ops.launch import by_rows
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import register
-from vkback.ops.storage import nbytes
 from vkback.ops.training.gradients import Gradient, Scalar, against
-from vkback.ops.workgroup import reduction, workgroup_size
-from vkback.shader import Variant
+from vkback.ops.workgroup import workgroup_size
 
 
 def soft_max(x: Array) -> Array:
@@ -52,20 +51,9 @@ class SoftMaxBack(Gradient):
         dim, rows = y.shape[-1], prod(y.shape[:-1])
         choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
         wg = workgroup_size(ctx.caps, choice["wg_size"], ceil_div(dim, 4))
-        defines, subgroup = reduction(ctx.caps, wg)
-        return [
-            Dispatch(
-                Variant.of("soft_max/back.comp", defines, subgroup_size=subgroup),
-                (Arg(dy), Arg(y), Arg(dx, "w")),
-                pack_push(rows, dim, float(node.params.get("scale", 1.0))),
-                spread(rows),
-                node.op,
-                node.name,
-                f"{wg} threads: {choice.source}",
-                nbytes=nbytes(dy) + nbytes(y) + nbytes(dx),
-                flops=5 * y.elements,
-            )
-        ]
+        args = (Arg(dy), Arg(y), Arg(dx, "w"))
+        push = (rows, dim, float(node.params.get("scale", 1.0)))
+        return [by_rows(node, ctx, "soft_max/back.comp", args, push, rows, wg, choice, flops=5 * y.elements)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-11, 1e-4, "f32 sums of a row's products, and differences of terms as large as dy")
