@@ -85,10 +85,12 @@ def test_a_conversation_is_kept_saved_and_loaded(
 
 @pytest.mark.vulkan
 def test_a_model_without_a_template_is_told_before_the_first_line(
-    commands: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    commands: list[dict[str, Any]], loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     type_in(monkeypatch, "Hello")
-    assert call(monkeypatch, main.main, "chat") == 1
+    with monkeypatch.context() as patch:
+        patch.setitem(loaded.__dict__, "_builtin", False)
+        assert call(monkeypatch, main.main, "chat") == 1
     assert "vkback: error: [chat] demo-dense-Q4_K_M.gguf has no chat template; give one" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "chat", "--chat-template", str(tmp_path / "no")) == 2
     assert "neither plain nor chatml nor a file that can be read" in capsys.readouterr().err
@@ -121,6 +123,17 @@ def test_a_conversation_has_a_seed_of_its_own(
     type_in(monkeypatch, "Hello")
     assert call(monkeypatch, main.main, "chat", "--chat-template", "plain", "-l", "9999999=1") == 2
     assert "--logit-bias 9999999: no token of this model, expected an id in 0..4095" in capsys.readouterr().err
+
+
+@pytest.mark.vulkan
+def test_chat_without_options_talks_to_the_built_in_model(
+    commands: list[dict[str, Any]], loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "Hello")
+    assert call(monkeypatch, main.main, "chat", "-n", "4", "--temp", "0") == 0
+    out, err = capsys.readouterr()
+    assert 'demo-dense-Q4_K_M.gguf has no chat template: taken is --chat-template plain, and "User:" ends a reply' in err
+    assert out == loaded.chat("Hello", template="plain", max_tokens=4, temperature=0).text + "\n"
 
 
 def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[str]) -> None:

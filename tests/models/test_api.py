@@ -569,8 +569,6 @@ def test_what_a_model_refuses(model: vkback.LoadedModel, device: Device) -> None
         model.generate([1, 4096])
     with pytest.raises(ModelError, match=r"\[\] has no token"):
         model.generate([])
-    with pytest.raises(ChatTemplateError, match=r"demo-dense-Q4_K_M\.gguf has no chat template; give one"):
-        model.chat("Hello")
     with pytest.raises(ModelError, match=r"missing\.gguf: no such file"):
         vkback.load("missing.gguf", device=0)
     with pytest.raises(vkback.VkbackError, match="no built-in model is called 'nothing'"):

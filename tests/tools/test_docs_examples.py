@@ -104,7 +104,7 @@ SHOWN = {
 RUN = (
     ("README.md", "vkback devices"),
     ("README.md", "vkback run -p"),
-    ("README.md", "vkback chat -m demo-dense"),
+    ("README.md", "vkback chat"),
     ("docs/graph_listing.md", "vkback graph --shape"),
     ("docs/commands.md", "vkback explain"),
 )

@@ -1,21 +1,21 @@
-"""From messages to the text a model was trained on: the file's own template, rendered by jinja2 in its sandbox.
-
-A template comes with a file that somebody made, so it is not trusted: `ImmutableSandboxedEnvironment` gives it no attribute that leads out
-of the values it gets, and nothing it could change.
-"""
+"""From messages to the text a model was trained on: the file's own template, rendered by jinja2 (template_process.py) within bounds."""
 
 from __future__ import annotations
 
-import datetime
+import atexit
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
 
+from vkback.api import template_process
 from vkback.errors import VkbackError, did_you_mean
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 
 class Message(TypedDict):
@@ -28,6 +28,10 @@ class Message(TypedDict):
 
 class ChatTemplateError(VkbackError):
     """A model without a template, a template that is broken, or messages that it refuses."""
+
+
+class ChatTemplateWarning(UserWarning):
+    """A model was opened whose own template cannot be used."""
 
 
 PLAIN = (
@@ -43,6 +47,20 @@ CHATML = (
 
 NAMED = {"plain": PLAIN, "chatml": CHATML}
 """Templates one may ask for by name."""
+
+GIVE_ONE = "give one: --chat-template plain, chatml or FILE; from Python template="
+
+TIME_S = 10.0
+"""That a template may take. Real ones take milliseconds."""
+
+START_S = 60.0
+"""That the process may take to begin."""
+
+SPARE_CHARS = 1 << 20
+"""That a template may make beside the messages."""
+
+MESSAGE_TIMES = 4
+"""How often it may repeat them."""
 
 
 def named(template: str) -> str:
@@ -77,6 +95,43 @@ def joined(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a conversation becomes text. stops: strings that end a reply beside those asked for."""
+
+    template: str
+    stops: tuple[str, ...] = ()
+
+
+BUILTIN = ChatFormat(PLAIN, ("User:",))
+"""Of the built-in models, which bring no template: they were trained on no conversation, and go on to write the user's next line."""
+
+
+def format_of(given: str | None, own: str | None, *, model: str, builtin: bool) -> ChatFormat:
+    """The template that was given, by name or as text; else the file's own; else that of the built-in models.
+
+    Raises ChatTemplateError where there is none.
+    """
+    if given is not None:
+        return ChatFormat(named(given))
+    if own is not None:
+        return ChatFormat(own)
+    if builtin:
+        return BUILTIN
+    raise ChatTemplateError(f"[chat] {model} has no chat template; {GIVE_ONE}")
+
+
+def problem(template: str) -> str:
+    """What is wrong with how a template is written; "" if nothing is. Nothing of it is run."""
+    from jinja2 import TemplateError
+
+    try:
+        template_process.environment().parse(template)
+    except (TemplateError, RecursionError) as e:
+        return str(e) or type(e).__name__
+    return ""
+
+
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
@@ -89,10 +144,9 @@ def render(
 ) -> str:
     """The text of messages. model: who the errors are about; further: variables that some templates know (`enable_thinking=False`).
 
-    Raises ChatTemplateError naming a message that is none, or what the template said.
+    A template has 10 s, 512 MiB, and characters for four times the messages and 2^20 more.
+    Raises ChatTemplateError naming a message that is none, or what the template said, or the bound that it met.
     """
-    from jinja2 import TemplateError
-
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ChatTemplateError(f"[chat] the messages are {messages!r}, expected a list, as [{{'role': 'user', 'content': 'Hello'}}]")
     conversation = []
@@ -106,25 +160,111 @@ def render(
         conversation.append(joined(message, f"message {i}"))
     if not conversation:
         raise ChatTemplateError("[chat] there are no messages; give at least one, as [{'role': 'user', 'content': 'Hello'}]")
+    variables = {
+        "messages": conversation, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt, "tools": None,
+        "documents": None, **further,
+    }  # fmt: skip
+    length = sum(len(message["content"]) for message in conversation)
+    chars = MESSAGE_TIMES * length + SPARE_CHARS
     try:
-        text: str = _compiled(template).render(
-            messages=conversation, bos_token=bos, eos_token=eos, add_generation_prompt=add_generation_prompt, **further
-        )
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
-        raise ChatTemplateError(f"[chat] {model}: its chat template fails: {e or type(e).__name__}") from e
-    return text
+        request = json.dumps({"template": template, "variables": variables, "chars": chars})
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ChatTemplateError(f"[chat] messages are text, numbers, lists and dicts, as JSON has them: {e}") from e
+    found = _renderer.answer(request)
+    if "text" in found:
+        return found["text"]
+    why = {
+        "chars": f"makes more than {chars} characters of messages that have {length}; {GIVE_ONE}",
+        "memory": f"needs more than {template_process.MEMORY_BYTES >> 20} MiB of memory; {GIVE_ONE}",
+        "time": f"takes more than {TIME_S:g} s; {GIVE_ONE}",
+    }.get(found["why"], f"fails: {found.get('said')}")
+    raise ChatTemplateError(f"[chat] {model}: its chat template {why}")
 
 
-@cache
-def _compiled(template: str) -> Template:
-    from jinja2.exceptions import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class _Renderer:
+    """The process, begun when it is first needed, for all models and threads in turn. It is begun anew where it has ended, and by a process
+    that was forked from this one."""
 
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._of_parent: subprocess.Popen[bytes] | None = None
+        atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, indent=None, **_: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    def answer(self, request: str) -> dict[str, str]:
+        """The process's answer to a request, or {"why": "time"} and the like where it has none."""
+        if getattr(sys, "frozen", False) or not sys.executable:  # there is no Python to be run
+            return template_process.answer(**json.loads(request))
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._begin()
+            line, late = self._exchange(process, request.encode(), TIME_S)
+        if line:
+            found: dict[str, str] = json.loads(line)
+            return found
+        return {"why": "time"} if late else {"why": "error", "said": f"its process has ended with status {process.returncode}"}
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            self._end()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        """Also waits until it has imported what it needs, for that is no template's time."""
+        self._end()
+        command = [sys.executable, "-I", "-S", "-X", "utf8", str(Path(template_process.__file__))]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=sys.platform != "win32"
+            )
+        except OSError as e:
+            raise ChatTemplateError(f"[chat] a process for the chat template cannot be begun: {sys.executable}: {e.strerror}") from e
+        process = self._process
+        if not self._exchange(process, json.dumps([str(part) for part in sys.path]).encode(), START_S)[0]:
+            said = f"{' '.join(command)} ended with status {process.returncode}"
+            raise ChatTemplateError(f"[chat] a process for the chat template cannot be begun: {said}")
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes, seconds: float) -> tuple[bytes, bool]:
+        """The line that answers a line; b"" where the process has ended, and whether that is since it was late."""
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        found = b""
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(line + b"\n")
+                process.stdin.flush()
+            found = process.stdout.readline()
+        finally:
+            timer.cancel()
+            if not found.endswith(b"\n"):  # it was late, or killed, or here came Ctrl-C: what it says next would be of this line
+                found = b""
+                self._end()
+        return found, late.is_set()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):
+                    pipe.close()
+
+    def _forked(self) -> None:
+        """The process is the parent's: it is kept, so that nobody waits for it here."""
+        self._lock, self._process, self._of_parent = threading.Lock(), None, self._process
+
+
+_renderer = _Renderer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
-from vkback.api.chat_template import ChatTemplateError
-from vkback.api.errors import ModelError
+from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
+from vkback.api.errors import ModelError, too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
@@ -96,7 +97,11 @@ def load(
         lora=adapters,
         meanwhile=_compile_ahead,
     )
-    return LoadedModel(engine, time.perf_counter() - begun)
+    loaded = LoadedModel(engine, time.perf_counter() - begun)
+    if loaded.template_problem:
+        said = f"[chat] {loaded.name}: its chat template is broken, chat needs another: {loaded.template_problem}; {GIVE_ONE}"
+        warnings.warn(said, ChatTemplateWarning, stacklevel=2)
+    return loaded
 
 
 def _compile_ahead(engine: Engine) -> None:
@@ -172,6 +177,21 @@ class LoadedModel:
         """The file's own chat template."""
         found = self.engine.model.file.metadata.get(TEMPLATE_KEY)
         return found if isinstance(found, str) else None
+
+    @cached_property
+    def template_problem(self) -> str:
+        """What is wrong with how that is written; "" if nothing is, or if there is none."""
+        return chat_template.problem(self.template) if self.template is not None else ""
+
+    def chat_format(self, template: str | None = None) -> ChatFormat:
+        """How a conversation becomes text: by a template, given by name or as text; without one by the file's own; the built-in models have
+        `plain`, and stop at "User:". Raises ChatTemplateError where there is none."""
+        return chat_template.format_of(template, self.template, model=self.name, builtin=self._builtin)
+
+    @cached_property
+    def _builtin(self) -> bool:
+        path = self.engine.model.file.path
+        return any(path.name == other.name and path.samefile(other) for other in paths.builtin_models())
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -319,20 +339,26 @@ class LoadedModel:
         return ids
 
     def chat_ids(self, messages: str | Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
-        """Token ids of a conversation, or of one message of the user, up to where the assistant's next message begins."""
+        """Token ids of a conversation, or of one message of the user, up to where the assistant's next message begins.
+
+        Raises ChatTemplateError, and ContextLengthError where they cannot fit.
+        """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        chosen = chat_template.named(template) if template is not None else self.template
-        if chosen is None:
-            raise ChatTemplateError(
-                f"[chat] {self.name} has no chat template; give one: --chat-template plain, chatml or FILE; from Python template="
-            )
+        chosen = self.chat_format(template).template
         tokenizer = self.tokenizer
-        bos = "" if tokenizer.bos is None else tokenizer.token_bytes(tokenizer.bos, special=True).decode("utf-8", "replace")
-        end = min(tokenizer.eos_ids, default=None)
-        eos = "" if end is None else tokenizer.token_bytes(end, special=True).decode("utf-8", "replace")
+        bos, eos = (
+            "" if token is None else tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
+            for token in (tokenizer.bos, tokenizer.eos_id)
+        )
         text = chat_template.render(chosen, messages, model=self.name, bos=bos, eos=eos)
+        self.require_room(text)
         return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, parse_special=True)
+
+    def require_room(self, text: Prompt) -> None:
+        """Raises ContextLengthError for a text that is longer than the context whatever its tokens are: it need not be tokenized."""
+        if isinstance(text, str) and (least := -(-len(text) // self.tokenizer.longest)) > self.n_ctx:
+            raise too_long(least, self.n_ctx, "at least ")
 
     @cached_property
     def _grammar(self) -> JsonGrammar:

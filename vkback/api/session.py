@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vkback.api import given
-from vkback.api.errors import ContextLengthError
+from vkback.api.errors import too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
@@ -53,6 +54,7 @@ class Session:
         """As `generate`, piece by piece."""
         checked = Options.of(options, self.model.n_vocab)
         constraint = self.model.constraint(checked.json_schema)
+        self.model.require_room(prompt)
         with self.model.using("session.stream", self) as engine:
             nothing = isinstance(prompt, Sized) and not len(prompt)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
@@ -75,16 +77,20 @@ class Session:
         """The whole conversation as `messages`, or one message of the user. Of the text that the session has, what the conversation begins
         with is kept and not read again (`Timings.reused_tokens`).
 
-        template  a jinja2 template, or "plain" or "chatml", in the place of the file's own
+        template  a jinja2 template, or "plain" or "chatml", in the place of the file's own. The built-in models have none: without one
+                  they take `plain`, and stop at "User:"
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
         checked = Options.of(options, self.model.n_vocab)
+        if stops := self.model.chat_format(template).stops:
+            checked = replace(checked, stop=(*checked.stop, *stops))
         return self._stream_from("session.chat", self.model.chat_ids(messages, template), checked)
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
         checked = Options.of(options, self.model.n_vocab)
+        self.model.require_room(prompt)
         return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
 
     def _stream_from(self, what: str, ids: list[int], checked: Options) -> Stream:
@@ -161,12 +167,7 @@ class Session:
     def _check_room(self, count: int) -> None:
         n_ctx = self.model.n_ctx
         if count > n_ctx:
-            raise ContextLengthError(
-                f"[session] the text would have {count} tokens, the context has {n_ctx}. Nothing was read: shorten it, or load with a "
-                "larger ctx",
-                count,
-                n_ctx,
-            )
+            raise too_long(count, n_ctx)
 
     def __repr__(self) -> str:
         return f"<Session of {self.model.name}, {len(self._tokens)} tokens>"

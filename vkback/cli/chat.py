@@ -119,6 +119,8 @@ def chat(
         conversation = Conversation(loaded, chosen, system, options, interrupts, seed)
         check_bias(added, loaded.n_vocab)
         conversation.check()
+        if told := told_format(loaded, chosen):
+            print(f"vkback: {told}", file=sys.stderr)
         if sys.stdin.isatty():
             print(f"{loaded.title}, {loaded.n_ctx} tokens of context; /help lists commands", file=sys.stderr)
         conversation.begin()
@@ -140,6 +142,13 @@ def template_text(given: str | None) -> str | None:
     except OSError as e:
         raise UsageError(f"--chat-template {given}: neither {' nor '.join(NAMED)} nor a file that can be read: {e.strerror}") from e
     return read_text(Path(given), "--chat-template")
+
+
+def told_format(model: LoadedModel, template: str | None) -> str:
+    """That a model which brings no template gets one all the same; "" where it does not."""
+    stops = model.chat_format(template).stops
+    ends = " and ".join(f'"{stop}"' for stop in stops)
+    return f"{model.name} has no chat template: taken is --chat-template plain, and {ends} ends a reply" if stops else ""
 
 
 def messages(interrupts: NotedInterrupts) -> Iterator[str]:

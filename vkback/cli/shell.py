@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper, UnsupportedOperation
@@ -572,7 +573,9 @@ def load_model(
 ) -> LoadedModel:
     """Open a model on a device, for text rather than tokens. lora: adapter files."""
     from vkback.api import load
+    from vkback.api.chat_template import ChatTemplateWarning
 
+    warnings.simplefilter("ignore", ChatTemplateWarning)  # commands that need the template tell it themselves
     k, v = cache_types_of(cache)
     return _loaded(
         load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, progress=True)

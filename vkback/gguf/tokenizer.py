@@ -274,6 +274,11 @@ class Tokenizer:
     def __len__(self) -> int:
         return len(self._tokens)
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token: n characters of text are at least n / longest tokens."""
+        return max(1, *map(len, self._tokens))
+
     def encode(self, text: str, *, add_bos: bool | None = None, parse_special: bool = False) -> list[int]:
         """Ids of `text`. User-defined tokens in it are always taken as such, control tokens (`<|eot_id|>`) only with parse_special."""
         if not isinstance(text, str):

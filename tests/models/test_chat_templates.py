@@ -1,0 +1,282 @@
+"""Chat templates: what transformers makes of the same ones, and bounds on what one may take."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_program
+
+from vkback.api import chat_template, template_process
+from vkback.api.chat_template import CHATML, PLAIN, ChatTemplateError, ChatTemplateWarning, render
+from vkback.api.errors import ContextLengthError
+from vkback.api.model import LoadedModel, load
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.gguf.tokenizer import Tokenizer
+from vkback.paths import builtin_model
+
+MESSAGES = [
+    {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hé <b>you</b> & I"}, {"role": "assistant", "content": "So"},
+    {"role": "user", "content": "Then?"},
+]  # fmt: skip
+
+CASES: dict[str, tuple[str, str]] = {
+    "plain": (PLAIN, "System:  Be brief. \nUser: Hé <b>you</b> & I\nAssistant: So\nUser: Then?\nAssistant:"),
+    "chatml": (
+        CHATML,
+        "<|im_start|>system\n Be brief. <|im_end|>\n<|im_start|>user\nHé <b>you</b> & I<|im_end|>\n<|im_start|>assistant\nSo<|im_end|>\n"
+        "<|im_start|>user\nThen?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "generation": (
+        "{% set x = 'outer' %}\n{%- for m in messages %}\n{% if m.role == 'assistant' %}\n    {% generation %}\n{% set x = 'inner' %}"
+        "{{ '<' ~ x ~ m.content ~ eos_token ~ '>' }}\n    {% endgeneration %}\n{% else %}\n[{{ m.content | trim }}]\n{% endif %}\n"
+        "{% endfor %}\n{{- x }}",
+        "[Be brief.]\n[Hé <b>you</b> & I]\n<innerSo</s>>\n[Then?]\nouter",
+    ),
+    "generation cut": ("a {%- generation -%} b {%- endgeneration -%} c", "abc"),
+    "break and continue": (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['role'] }},"
+        "{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
+        "user,assistant,",
+    ),
+    "tojson": ("{{ messages[1] | tojson }}", '{"role": "user", "content": "Hé <b>you</b> & I"}'),
+    "tojson keywords": (
+        "{{ {'b': 'é', 'a': [1, none, true]} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+        '{"a":[1,null,true],"b":"\\u00e9"}',
+    ),
+    "tojson in place": ("{{ {'b': 'é'} | tojson(true, 2) }}", '{\n  "b": "\\u00e9"\n}'),
+    "tojson indent": ("{{ {'a': {'b': []}} | tojson(indent=4) }}", '{\n    "a": {\n        "b": []\n    }\n}'),
+    "no tools": (
+        "{{ tools is defined }} {{ tools is none }} {{ documents is none }} {% if tools is not none %}tools{% endif %}"
+        "{{ custom_tools is defined }}",
+        "True True True False",
+    ),
+    "strftime_now": ("{{ strftime_now('%%Y') }} {{ strftime_now('%Y') | length }}", "%Y 4"),
+    "names": (
+        "{% set ns = namespace(n=0) %}{% macro say(x) %}({{ x }}){% endmacro %}{% for m in messages if m.role != 'system' %}"
+        "{% set ns.n = ns.n + m.content | length %}{% endfor %}{{ say(ns.n) }}{{ dict(a=1).a }}{{ messages[::-1][0].content }}",
+        "(24)1Then?",
+    ),
+    "methods": (
+        "{{ messages[0].content.strip().split(' ')[-1] }}{{ messages[0].get('tool_calls', 'none') }}{{ messages[0].tool_calls is defined }}"
+        "{{ '%s|%d' | format('a', 3) }}{{ messages | map(attribute='role') | join(',') }}{{ bos_token ~ add_generation_prompt }}",
+        "brief.noneFalsea|3system,user,assistant,user<s>True",
+    ),
+}  # fmt: skip
+"""Name -> template, and the text that transformers 5.24 makes of it and MESSAGES."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_templates_give_what_transformers_gives(name: str) -> None:
+    template, text = CASES[name]
+    assert render(template, MESSAGES, model="m", bos="<s>", eos="</s>") == text
+
+
+def test_the_texts_are_those_of_transformers() -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="transformers is not installed")
+    for name, (template, text) in CASES.items():
+        compiled = utils._compile_jinja_template(template)
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
+        assert compiled.render(messages=MESSAGES, **given) == text, name
+
+
+def test_a_break_may_stand_in_a_generation() -> None:
+    own = "{% for m in messages %}{% generation %}{{ m.role }}{% if loop.index == 2 %}{% break %}{% endif %}{% endgeneration %}"
+    own += " {% endfor %}"
+    assert render(own, MESSAGES, model="m") == "system user"
+
+
+# --- messages
+
+
+def test_values_that_json_has_not_are_named() -> None:
+    with pytest.raises(ChatTemplateError, match=r"as JSON has them: Object of type object is not JSON serializable"):
+        render(PLAIN, [{"role": "user", "content": "x", "further": object()}], model="m")
+
+
+# --- bounds
+
+USER = [{"role": "user", "content": "x"}]
+CHARS = r"makes more than \d+ characters of messages that have 1; give one: --chat-template"
+MEMORY = "needs more than 512 MiB of memory"
+TIME = "takes more than 1 s"
+
+HUNGRY = [
+    ("{{ 'a' * 10**8 }}", CHARS), ("{{ 'a' * 10**15 }}", MEMORY), ("{{ 'a' * 10**30 }}", MEMORY), ("{{ 'a'.ljust(10**10) }}", MEMORY),
+    ("{{ '%2000000000d' % 5 }}", MEMORY), ("{{ 'a' | center(10**10) }}", MEMORY), ("{{ [[1] * 10**6] * 10**6 | length }}", MEMORY),
+    ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}", MEMORY),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}", CHARS),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME), ("{{ 9**(9**9) }}", f"{TIME}|{MEMORY}"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: maximum recursion depth"),
+    ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "fails: "),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only here does the system bound a process's address space")
+@pytest.mark.parametrize(("template", "said"), HUNGRY, ids=[template[:30] for template, _ in HUNGRY])
+def test_a_template_that_wants_too_much_is_one_error(monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
+    monkeypatch.setattr(chat_template, "TIME_S", 1.0 if TIME in said else 30.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ChatTemplateError, match=f"m: its chat template ({said})"):
+        render(template, USER, model="m")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "KiB of this process"
+    monkeypatch.undo()
+    assert render(PLAIN, USER, model="m") == "User: x\nAssistant:", "the next one is rendered"
+
+
+def test_long_messages_may_be_long_texts() -> None:
+    long = "word " * 2_000_000
+    assert len(render("{{ messages[0].content * 3 }}", [{"role": "user", "content": long}], model="m")) == 3 * len(long)
+
+
+def test_threads_take_turns_and_ctrl_c_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    def one(i: int) -> None:
+        texts.append(render("{{ messages[0].content }}", [{"role": "user", "content": str(i)}], model="m"))
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == [str(i) for i in range(8)]
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}old", USER, model="m")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert render("new", USER, model="m") == "new"
+
+
+FORKING = """
+import os
+from vkback.api.chat_template import PLAIN, _renderer, render
+
+messages = [{"role": "user", "content": "x"}]
+render(PLAIN, messages, model="m")
+own = _renderer._process.pid
+if (child := os.fork()) == 0:
+    ok = render("{{ 1 + 1 }}", messages, model="m") == "2" and _renderer._process.pid != own
+    _renderer.close()
+    os._exit(not ok)
+assert os.waitpid(child, 0)[1] == 0
+assert render("{{ 2 + 2 }}", messages, model="m") == "4" and _renderer._process.pid == own
+print(own)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_renders_by_itself_and_the_process_ends_with_its_own() -> None:
+    done = run_program([sys.executable, "-c", FORKING], timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_a_program_without_a_python_beside_it_renders_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert render(PLAIN, USER, model="m") == "User: x\nAssistant:"
+
+
+def test_a_process_that_cannot_be_begun_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chat_template, "_renderer", chat_template._Renderer())
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with pytest.raises(ChatTemplateError, match=r"cannot be begun: .*nothing: No such file"):
+        render(PLAIN, USER, model="m")
+    monkeypatch.undo()
+    monkeypatch.setattr(chat_template, "_renderer", chat_template._Renderer())
+    monkeypatch.setattr(template_process, "__file__", str(tmp_path / "nothing.py"))
+    with pytest.raises(ChatTemplateError, match=r"cannot be begun: .*nothing\.py ended with status 2"):
+        render(PLAIN, USER, model="m")
+
+
+# --- of a model
+
+
+@pytest.fixture(scope="module")
+def model(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    """A copy of the built-in dense model: nobody's own, and without a template."""
+    path = tmp_path_factory.mktemp("models") / "copy.gguf"
+    shutil.copy(builtin_model("demo-dense"), path)
+    with LoadedModel(Engine.load(path, device, n_ctx=128, act="f32", progress=False)) as model:
+        yield model
+
+
+@pytest.mark.vulkan
+def test_the_built_in_models_take_plain_and_end_before_the_user_speaks(model: LoadedModel, device: Device) -> None:
+    with pytest.raises(ChatTemplateError, match=r"copy\.gguf has no chat template; give one: --chat-template plain, chatml or FILE"):
+        model.chat("Hello")
+    with LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128, act="f32", progress=False)) as own:
+        assert own.chat_format() == chat_template.ChatFormat(PLAIN, ("User:",)) and own.chat_format("plain").stops == ()
+        banned = {token: float("-inf") for token in own.tokenizer.eos_ids}
+        forced = own.tokenizer.encode(" A User: B", add_bos=False)
+        ids = own.chat_ids([{"role": "user", "content": "Hello"}], None)
+        assert ids == own.chat_ids([{"role": "user", "content": "Hello"}], "plain")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(own.engine, "generate", lambda *_, **__: (token for token in forced))
+            assert own.chat("Hello", logit_bias=banned, stop=["never"]).text == " A "
+            assert own.chat("Hello", template="plain").text == " A User: B"
+
+
+@pytest.mark.vulkan
+def test_eos_token_is_the_file_s(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first id of all that end a text: Qwen's template closes messages by <|im_end|>, and <|endoftext|> has a lower id."""
+    own = model.tokenizer
+    tokenizer = Tokenizer(own._vocabulary, own._tokens, own._types, bos=None, eos_ids=[7, 5], add_bos=False, strip_space=False)
+    assert tokenizer.eos_id == 7 and tokenizer.eos_ids >= {5, 7}
+    seen: list[str] = []
+    monkeypatch.setattr(LoadedModel, "tokenizer", tokenizer)
+
+    def render_noted(*_: Any, eos: str, **__: Any) -> str:
+        seen.append(eos)
+        return "x"
+
+    monkeypatch.setattr(chat_template, "render", render_noted)
+    model.chat_ids([{"role": "user", "content": "Hello"}], "plain")
+    assert seen == [tokenizer.token_bytes(7, special=True).decode()]
+
+
+@pytest.mark.vulkan
+def test_load_warns_of_a_template_that_is_broken(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    monkeypatch.setattr(LoadedModel, "template", property(lambda self: "{% if %}"))
+    with pytest.warns(ChatTemplateWarning, match=r"demo-dense-Q4_K_M\.gguf: its chat template is broken, .*Expected an expression"):
+        load("demo-dense", device.index, 64).close()
+    monkeypatch.setattr(LoadedModel, "template", property(lambda self: "{{ 'a' * 10**15 }}{% generation %}{% endgeneration %}"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load("demo-dense", device.index, 64).close()
+
+
+@pytest.mark.vulkan
+def test_a_text_that_cannot_fit_is_not_tokenized(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10^8 characters would take 15 GB."""
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+    long = "word " * 10_000_000
+    least = len(long) // model.tokenizer.longest
+    for call in (
+        lambda: model.generate(long), lambda: model.session().stream_from(long), lambda: model.chat(long, template="plain"),
+    ):  # fmt: skip
+        with pytest.raises(ContextLengthError, match=r"would have at least \d+ tokens, the context has 128") as error:
+            call()
+        assert error.value.n_ctx == 128 and error.value.tokens >= least
