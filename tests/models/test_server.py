@@ -9,7 +9,10 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,15 +22,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from cli_kit import call
 from make_gguf import llama_metadata, llama_tensors, write_gguf
-from processes import run_program
+from processes import let_signals_end, run_program
 
 import vkback
 from vkback.api import LoadedModel
-from vkback.cli import serve
+from vkback.cli import main, serve
 from vkback.cli.shell import UsageError
 from vkback.device import Device, DeviceLost
 from vkback.engine.engine import Engine, EngineError
+from vkback.gguf.file import GgufFile
+from vkback.gguf.tokenizer import Tokenizer
 from vkback.paths import builtin_model
 from vkback.shader.errors import NoCompiler
 
@@ -39,6 +45,7 @@ from pydantic import BaseModel, ConfigDict, Field  # noqa: E402  these need the 
 
 from tools import stress_server  # noqa: E402
 from vkback.server import app as app_module  # noqa: E402
+from vkback.server import run as run_module  # noqa: E402
 from vkback.server import schema  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402
 from vkback.server.errors import BadRequest  # noqa: E402
@@ -773,6 +780,81 @@ def test_an_api_key_is_asked_for_and_time_ends_a_request(device: Device) -> None
         assert late.status_code == 503 and late.json()["error"]["code"] == "unavailable"
     finally:
         served.close()
+
+
+@pytest.mark.vulkan
+def test_serve_with_the_built_in_model_its_log_and_sigterm_within_a_stream(tmp_path: Path) -> None:
+    """As a program: without a template, under another name and for another host, ended while a reply streams."""
+    command = [sys.executable, "-m", "vkback.cli.main", "serve", "--port", "0", "-c", "512", "--alias", "house"]
+    with (tmp_path / "log").open("wb") as out:
+        process = subprocess.Popen([*command, "--allowed-hosts", "llm.example.com"], stderr=out, stdout=out, preexec_fn=let_signals_end)
+    try:
+
+        def log() -> str:
+            return (tmp_path / "log").read_text()
+
+        until = time.monotonic() + 120
+        while not (found := re.search(r"running on http://127\.0\.0\.1:(\d+)", log())):
+            assert process.poll() is None and time.monotonic() < until, log()
+            time.sleep(0.1)
+        assert 'demo-dense-Q4_K_M.gguf has no chat template: taken is --chat-template plain, and "User:" ends a reply' in log()
+        with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", timeout=60) as client:
+            for host in ("llm.example.com", "localhost", "127.0.0.1", f"[::1]:{found[1]}"):
+                assert client.get("/v1/models", headers={"Host": host}).json()["data"][0]["id"] == "house"
+            assert client.get("/health", headers={"Host": "other.example.com"}).json()["error"]["code"] == "invalid_host"
+            asked = {"messages": MESSAGES, "temperature": 1.5, "seed": 3, "model": MODEL}
+            reply = client.post("/v1/chat/completions", json=asked | {"max_tokens": 60}).json()
+            assert reply["model"] == "house" and "User:" not in reply["choices"][0]["message"]["content"]
+            banned = {str(token): -100 for token in Tokenizer.from_gguf(GgufFile.open(builtin_model("demo-dense"))).eos_ids}
+            endless = {"prompt": PROMPT, "logit_bias": banned, "stream": True, "max_tokens": 480, "logprobs": 0}
+            with client.stream("POST", "/v1/completions", json=endless) as stream:
+                lines = stream.iter_lines()
+                assert next(lines).startswith("data: ")
+                process.send_signal(signal.SIGTERM)
+                begun = time.monotonic()
+                *_, last = (line for line in lines if line)
+                assert json.loads(last[6:])["error"]["message"] == "[server] the server is ending"
+        assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM) and time.monotonic() - begun < 5, log()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in log() and "CancelledError" not in log(), log()
+    assert re.search(r"\d\d:\d\d:\d\d 127\.0\.0\.1 POST /v1/chat/completions 200, .* s, prompt \d+ tokens", log())
+    assert re.search(r"POST /v1/completions 200, .* s, unavailable: \[server\] the server is ending", log())
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("template", "code", "said"),
+    [
+        (None, 0, r"vkback: warning: \[chat\] demo-dense-Q4_K_M.gguf has no chat template; give one: .* answer with that error"),
+        ("{% if %}", 2, "vkback: error: --chat-template .*own: .*Expected an expression"),
+        ("{{ 'a' * 10**8 }}", 2, "vkback: error: --chat-template .*own: .*its chat template makes more than"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", 0, ""),
+    ],
+)
+def test_serve_looks_at_the_chat_template_when_it_starts(
+    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    template: str | None, code: int, said: str,
+) -> None:  # fmt: skip
+    (tmp_path / "own").write_text(template or "")
+    monkeypatch.setattr(LoadedModel, "_builtin", False)
+    monkeypatch.setattr(run_module, "run_app", lambda *_, **__: None)
+    given = () if template is None else ("--chat-template", str(tmp_path / "own"))
+    assert call(monkeypatch, main.main, "serve", "--port", "0", "-c", "64", "--device", str(device.index), *given) == code
+    err = capsys.readouterr().err
+    assert re.search(said, err) and ("warning" in err) == (template is None), err
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "found"),
+    [
+        ("127.0.0.1", [], ["127.0.0.1", "[::1]", "localhost"]), ("::1", [], ["127.0.0.1", "[::1]", "localhost"]), ("0.0.0.0", [], ["*"]),
+        ("0.0.0.0", ["a.example"], ["127.0.0.1", "[::1]", "localhost", "a.example"]),
+    ],
+)  # fmt: skip
+def test_hosts_that_a_server_answers_to(host: str, given: list[str], found: list[str]) -> None:
+    assert serve.hosts_of(host, given) == found
 
 
 def test_a_missing_extra_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

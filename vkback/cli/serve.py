@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from vkback.cli.chat import template_text
+from vkback.cli.chat import template_text, told_format
 from vkback.cli.interrupts import own_interrupts
 from vkback.cli.shell import (
     ActOption,
@@ -32,6 +33,8 @@ from vkback.terminal import colours_wanted
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
+LOCAL_NAMES = ("127.0.0.1", "[::1]", "localhost")
+"""As Host headers have them."""
 
 
 def serve(
@@ -43,6 +46,14 @@ def serve(
     ] = None,
     template: Annotated[
         str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
+    ] = None,
+    alias: Annotated[str | None, typer.Option(help="What clients call the model [default: its file's name].")] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that the Host header may have beside those of this machine, or *.NAME, or * for any; may be repeated. "
+            "[default: none beside; any with another --host than this machine's]"
+        ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 32,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
@@ -62,40 +73,45 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
     require_packages()
-    import uvicorn
-
     from vkback.server.app import Limits, build_app
+    from vkback.server.run import log_to_stderr, run_app
     from vkback.server.worker import Worker
 
-    if api_key is not None and not api_key:
-        raise UsageError("--api-key is empty; give a key, or leave it out")
+    for option, given in (("--api-key", api_key), ("--alias", alias)):
+        if given is not None and not given:
+            raise UsageError(f"{option} is empty; give one, or leave it out")
     check_address(host, port)
     chosen = template_text(template)
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
+    log_to_stderr()
     worker = Worker(
         lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters),
-        max_queue=max_queue,
-        reuse=reuse,
-    )
-    if host not in LOCAL and api_key is None:
-        print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
-    print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
-    hosts = ("127.0.0.1", "localhost") if host in ("127.0.0.1", "localhost") else ("*",)
-    app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
+        max_queue=max_queue, reuse=reuse, alias=alias,
+    )  # fmt: skip
     try:
-        with own_interrupts():  # uvicorn has its own handlers, and gives requests that run some seconds
-            uvicorn.run(
-                app,
-                host=host,
-                port=port,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=5,
-                use_colors=colours_wanted(sys.stderr),
-            )
+        if (wrong := worker.chat_problem(chosen)) and template is not None:
+            raise UsageError(f"--chat-template {template}: {wrong}")
+        if wrong:
+            told = f"warning: {wrong}. Without it /v1/chat/completions and the chat page answer with that error"
+        else:
+            told = told_format(worker.model, chosen)
+        if told:
+            print(f"vkback: {told}", file=sys.stderr)
+        if host not in LOCAL and api_key is None:
+            print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
+        print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
+        hosts = hosts_of(host, allowed_hosts or [])
+        app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
+        with own_interrupts():  # the server has its own handlers
+            run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))
     finally:
         worker.close()
+
+
+def hosts_of(host: str, given: Sequence[str]) -> list[str]:
+    """Names that the Host header may have: those of this machine and those given; any, where others may connect and none is given."""
+    return [*LOCAL_NAMES, *given] if host in LOCAL or given else ["*"]
 
 
 def check_address(host: str, port: int) -> None:

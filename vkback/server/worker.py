@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result, Session
 from vkback.api.errors import ContextLengthError
+from vkback.api.options import Options
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
 from vkback.engine.constraint import ConstraintError
@@ -111,6 +112,21 @@ class Worker:
     def step_s(self) -> float:
         """Seconds since the running job last gave a sign; 0 if none is running."""
         return time.monotonic() - self._step_begun if self._running else 0.0
+
+    @property
+    def model(self) -> LoadedModel:
+        """What jobs run on; not to be used but to ask for facts. Raises LostDevice."""
+        if self._model is None:
+            raise LostDevice("[server] the device was lost and could not be opened again; the server's log says why", retry_after_s=5)
+        return self._model
+
+    def chat_problem(self, template: str | None) -> str:
+        """Why no conversation can be answered by a template, or without one by the model's own; "" if one can."""
+        try:
+            self.model.chat_ids([{"role": "user", "content": "Hello"}], template)
+        except (ChatTemplateError, ModelError) as e:
+            return str(e)
+        return ""
 
     def submit(self, job: Job) -> None:
         """Put a job at the end of its client's queue. Raises QueueFull and Unavailable."""
@@ -227,14 +243,21 @@ class Worker:
             raise Unavailable("[server] the request waited for its turn until its time was over; try again later", retry_after_s=5)
         if self._model is None:
             self._reopen()
-        if self._model is None:
-            raise LostDevice("[server] the device was lost and could not be opened again; the server's log says why", retry_after_s=5)
+        model = self.model
         self.state = "busy"
         if not self._reuse:
-            self._session = self._model.session()
+            self._session = model.session()
         session: Session = self._session
-        ids = self._model.chat_ids(job.prompt, job.template) if job.chat else self._model.ids(job.prompt, start=True)  # type: ignore[arg-type]
-        with session.stream_from(ids, **job.options) as stream:
+        options = job.options
+        if job.chat:
+            ids = model.chat_ids(job.prompt, job.template)  # type: ignore[arg-type]
+            if stops := model.chat_format(job.template).stops:
+                options = options.copy()
+                options["stop"] = (*Options.of(options, model.n_vocab).stop, *stops)
+        else:
+            model.require_room(job.prompt)  # type: ignore[arg-type]
+            ids = model.ids(job.prompt, start=True)  # type: ignore[arg-type]
+        with session.stream_from(ids, **options) as stream:
             for piece in stream:
                 self._step_begun = time.monotonic()
                 if job.cancelled.is_set():
