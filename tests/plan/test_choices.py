@@ -62,6 +62,19 @@ def test_a_plan_chooses_each_product_once(n: int, products: int, profile: str, m
     assert tables.asked["attention"] == 6
 
 
+@pytest.mark.parametrize("n", [1, 4, 512])
+def test_a_schedule_holds_every_choice(n: int) -> None:
+    """Of products that became one node with a store, too, and of the router."""
+    ctx, graph = planned_for("nvidia_h200_linux"), Model.open(builtin_model("demo-moe")).graph(n, 64, head="all")
+    tables = Counting(ctx.tuning)
+    schedule = plan(graph, dataclasses.replace(ctx, tuning=tables))
+    kernels = Counter(choice.kernel for _, choice in schedule.choices)
+    products = sum(op in {"gemv", "coop_mat", "coop_reg", "int_dot", "f32"} for op in kernels.elements())
+    assert products >= tables.asked["gemv_path"] > 0
+    assert kernels.total() - products == tables.asked["attention"]
+    assert all(str(choice).endswith(choice.source) for _, choice in schedule.choices)
+
+
 @pytest.mark.parametrize("model", ["demo-dense", "demo-moe"])
 @pytest.mark.parametrize("n", [1, 8, 64])
 def test_what_was_chosen_stays_right(model: str, n: int) -> None:

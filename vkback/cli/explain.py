@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vkback.ops.dispatch import Dispatch
     from vkback.ops.family import Choice, Chooser
     from vkback.ops.lowering import LowerContext
+    from vkback.ops.op import KernelChoice
     from vkback.shader import ShaderLibrary
     from vkback.tuning.lookup import Tuning
 
@@ -105,16 +106,18 @@ Asked = tuple[str, Mapping[str, Any], "Choice"]
 """A family of tables, what was asked of it, and what it chose."""
 
 
-def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], list[Dispatch]]:
-    """What the lowering of a node asks of the tables, and the dispatches that it comes to."""
+def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], KernelChoice | None, list[Dispatch]]:
+    """What a node asks of the tables, the kernel that is chosen for it, where that is a value, and the dispatches that it comes to."""
     from vkback.ops.op import OPS
     from vkback.plan.sync import synchronized
 
     noting = Noting(ctx.tuning)
-    dispatches = OPS[node.op].lower(node, dataclasses.replace(ctx, tuning=noting))
+    ctx = dataclasses.replace(ctx, tuning=noting)
+    choice = OPS[node.op].choose(node, ctx)
+    dispatches = OPS[node.op].lower(dataclasses.replace(node, choice=choice), ctx)
     if ctx.sync == "sentinel":
         dispatches = [synchronized(d, True) if d.waits else d for d in dispatches]
-    return noting.asked, dispatches
+    return noting.asked, choice, dispatches
 
 
 def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrary, device: Device | None = None) -> dict[str, Any]:
@@ -122,8 +125,9 @@ def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrar
     from vkback.ops.family import table_word
     from vkback.program import dispatch_spec
 
-    asked, dispatches = lowered(node, ctx)
+    asked, kernel, dispatches = lowered(node, ctx)
     return {
+        "kernel": None if kernel is None else {"kernel": kernel.kernel, "rounds": kernel.rounds, "text": str(kernel)},
         "choices": [
             {
                 "family": family,
@@ -163,10 +167,12 @@ def explanation(
     device   open for statistics: what its driver says of each kernel, too
     verbose  all defines of each kernel
     """
-    asked, dispatches = lowered(node, ctx)
+    asked, kernel, dispatches = lowered(node, ctx)
     lines: list[str] = []
     for family, query, choice in asked:
         lines += ["", *_chosen(family, query, choice, tables)]
+    if kernel is not None:
+        lines += ["", f"chosen: {kernel}"]
     for dispatch in dispatches:
         lines += ["", *_kernel(dispatch, ctx.caps, library, verbose)]
         if dispatch.config is not None:

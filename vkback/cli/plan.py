@@ -134,14 +134,16 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
         "measured_tokens_per_s": 1e6 * tokens / times.whole if times else None,
     }
     known = {"read_gb_s": costs.read_gb_s, "stage_us": costs.stage_us, "barrier_free_us": costs.barrier_free_us, "source": costs.source}
-    return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "summary": summary}
+    choices = [{"node": name, "kernel": c.kernel, "rounds": c.rounds, "source": c.source, "text": str(c)} for name, c in schedule.choices]
+    return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "choices": choices, "summary": summary}
 
 
 def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None, verbose: bool = False) -> list[str]:
     """A line a dispatch, below those of a stage what it waits for and how, and lines of totals; none is wider than a terminal.
 
     Times stand beside the first dispatch of a stage; dispatches with the same stage number do not depend on each other.
-    verbose  below each dispatch its op, the reason for its kernel, and all defines
+    verbose  below each dispatch its op, the reason for its kernel, and all defines; in the end what was chosen for each product and each
+             attention
     """
     from vkback.plan.cost.forecast import waits
 
@@ -164,6 +166,8 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
             lines += fit(f"      barrier-free: spins on {_spun_on(waited)}")
         elif waited:
             lines += fit(f"      barrier: waits for {_named(waited)}")
+    if verbose:
+        lines += [part for name, choice in schedule.choices for part in fit(f"{name}: {choice}")]
     return lines + [part for line in _totals(data["summary"], costs, times) for part in fit(line)]
 
 

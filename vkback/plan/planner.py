@@ -12,6 +12,7 @@ from vkback.ops.matmul.pack_nodes import LOWER
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes, shards
 from vkback.plan.exact import arithmetic_as_written
+from vkback.plan.passes.choose import choices_of
 from vkback.plan.passes.fuse import fuse
 from vkback.plan.passes.heads import store_by_products
 from vkback.plan.passes.pack import pack_activations
@@ -54,7 +55,12 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     counted, size, _ = _unaliased_in_a_block(schedule, schedule.counted_tensors, size, block)
     spun_on, end, first = _unaliased_in_a_block(schedule, schedule.sentinel_tensors, size, block)
     return dataclasses.replace(
-        schedule, slots=slots | counted | spun_on, activation_bytes=end, sentinel_range=Slot(first, end - first), block_bytes=block
+        schedule,
+        choices=tuple(choices_of(nodes)),
+        slots=slots | counted | spun_on,
+        activation_bytes=end,
+        sentinel_range=Slot(first, end - first),
+        block_bytes=block,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from vkback.graph import Tensor
 from vkback.ops.dispatch import Dispatch, ceil_div
+from vkback.ops.op import KernelChoice
 from vkback.ops.storage import nbytes
 
 ALIGN = 256
@@ -34,6 +35,7 @@ class Schedule:
     sentinel_tensors  names of tensors that barrier-free stages spin on, each in memory of its own
     sentinel_range    where these lie; it is filled with SENTINEL before every run
     counted_tensors   names of tensors for which stages wait by counted arrivals, each in memory of its own
+    choices           the kernel of each product and each attention, by name of the node (vkback/plan/passes/choose.py)
     block_bytes       size of the blocks that activations lie in (the last one may be shorter); no tensor crosses blocks
     """
 
@@ -45,6 +47,7 @@ class Schedule:
     sentinel_range: Slot = Slot(0, 0)
     counted_tensors: frozenset[str] = frozenset()
     block_bytes: int = 1 << 62
+    choices: tuple[tuple[str, KernelChoice], ...] = ()
 
     @property
     def blocks(self) -> list[int]:

@@ -20,9 +20,11 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul import choice as product_choice
+from vkback.ops.matmul.choice import ProductChoice, choose
 from vkback.ops.matmul.gemv import configure, shared_bytes
 from vkback.ops.matmul.linear import Linear, launch
-from vkback.ops.matmul.linear_node import LinearNode, path_for, weight
+from vkback.ops.matmul.linear_node import LinearNode, weight
 from vkback.ops.moe.topk import TopkMoe, choice_of, expert_choice
 from vkback.ops.op import Op, register
 from vkback.ops.storage import nbytes, shards
@@ -31,7 +33,7 @@ from vkback.ops.storage import nbytes, shards
 def linear_of(node: Node) -> Node:
     """The GEMV whose results the experts are chosen by: the logits, F32 [1, n_expert]."""
     logits = Tensor(f"{node.name}.logits", "F32", (1, node.inputs[0].shape[0]))
-    return Node("LINEAR", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")})
+    return Node("LINEAR", node.inputs, (logits,), {k: node.params[k] for k in ("roles", "eps")}, node.choice)
 
 
 def selection_bias(node: Node) -> Tensor | None:
@@ -39,11 +41,12 @@ def selection_bias(node: Node) -> Tensor | None:
     return dict(zip(node.params["roles"], node.inputs, strict=True)).get("selection_bias")
 
 
-def router_problem(w: Tensor, x: Tensor, ctx: LowerContext) -> str:
-    """Why a router's GEMV and its choice cannot be one launch; "" when they can."""
+def router_problem(product: Node, ctx: LowerContext) -> str:
+    """Why a router's GEMV, a LINEAR, and the choice of experts cannot be one launch; "" when they can."""
+    w, x = product.inputs[:2]
     if x.shape[0] != 1:
         return f"it takes one token, got {x.shape[0]}"
-    if path_for(w.type, w.shape[0], w.shape[1], 1, "none", ctx)[0] != "float":
+    if product_choice.choice_of(LinearNode.of(product), ctx).path != "float":
         return f"logits of {w.type} weights are rounded to 8 bits on the way"
     if len(shards(w, ctx.caps)) != 1:
         return f"{w} does not fit one storage buffer"
@@ -61,8 +64,11 @@ class MoeRouter(Op):
         bias = [x for role, x in zip(params["roles"], inputs, strict=True) if role == "selection_bias"]
         return TopkMoe().reference([logits, *bias], params)
 
+    def choose(self, node: Node, ctx: LowerContext) -> ProductChoice:
+        return choose(LinearNode.of(linear_of(node)), ctx)
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        problem = router_problem(node.inputs[0], node.inputs[1], ctx)
+        problem = router_problem(linear_of(node), ctx)
         if problem:
             raise PlanError(f"[router] {node.name}: GEMV and choice cannot be one launch: {problem}; give the choice a node of its own")
         gemv = LinearNode.of(linear_of(node))

@@ -7,7 +7,7 @@ what the kernel is with another type of output (`storing`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vkback.graph import Node
 from vkback.ops.lowering import LowerContext
@@ -18,6 +18,14 @@ from vkback.plan.nodes import Nodes
 def choose_kernels(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
     """The nodes with the kernels that their ops choose."""
     return [_chosen(node, ctx) if node.choice is None and node.op in OPS else node for node in nodes]
+
+
+def choices_of(nodes: Iterable[Node]) -> Iterator[tuple[str, KernelChoice]]:
+    """(name, choice) of every node that has one, and of the products that one stands for."""
+    for node in nodes:
+        yield from choices_of(node.params.get("parts", ()))
+        if isinstance(node.choice, KernelChoice):
+            yield node.name, node.choice
 
 
 def as_stored(node: Node, ctx: LowerContext) -> Node:

@@ -21,12 +21,12 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         gemv = index.one_use_producer(node.inputs[0], "LINEAR") if node.op == "TOPK_MOE" else None
         if gemv is None or gemv.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
             return None
-        if gemv.params.get("glu") or "rows_total" in gemv.params or router_problem(gemv.inputs[0], gemv.inputs[1], ctx):
+        if gemv.params.get("glu") or "rows_total" in gemv.params or router_problem(gemv, ctx):
             return None
         bias = node.inputs[1:]
         roles = (*gemv.params["roles"], *(["selection_bias"] if bias else []))
         params = {"roles": roles, "eps": gemv.params["eps"], **topk_params(node.params)}
-        return [gemv, node], Node("MOE_ROUTER", (*gemv.inputs, *bias), node.outputs, params)
+        return [gemv, node], Node("MOE_ROUTER", (*gemv.inputs, *bias), node.outputs, params, gemv.choice)
 
     return rewrite(nodes, outputs, match)
 
