@@ -20,6 +20,7 @@ from vkback.cli.shell import model_path
 from vkback.engine.engine import Engine
 from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.evaluate.prompt_text import check_text
+from vkback.report.bars import Bars
 
 
 def main() -> int:
@@ -32,12 +33,14 @@ def main() -> int:
     parser.add_argument("--device")
     args = parser.parse_args()
     n_ctx = args.tokens + args.text + 1
-    with Engine.load(model_path(args.model), args.device, n_ctx=n_ctx, act=args.act, ubatch=args.ubatch) as engine:
+    with Engine.load(
+        model_path(args.model), args.device, n_ctx=n_ctx, act=args.act, ubatch=args.ubatch, progress=Bars(prompts=True)
+    ) as engine:
         ids = np.random.default_rng(0).integers(engine.model.hp.n_vocab, size=args.tokens).tolist()
         print(f"{engine.device.caps.name}, {engine.description}")
         engine.prepare(prompt=len(ids), logits=bool(args.text))
         begun = time.perf_counter()
-        engine.prompt(ids, progress=True)
+        engine.prompt(ids)
         took = time.perf_counter() - begun
         longest, allowed = engine.longest_submit_s, LONGEST_SUBMIT_US / 1e6
         print(f"{len(ids)} tokens in {took:.2f} s, {len(ids) / took:.0f} t/s; longest submit {longest:.3f} s of {allowed:g} allowed")

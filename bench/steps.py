@@ -137,7 +137,7 @@ def main() -> None:
         for schedule in schedules.values():
             tensors |= {name: t for name, t in schedule.tensors().items() if t.kind in kept}
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
-        weights, ranges = loaded(model, tensors, device, stack, progress=False)
+        weights, ranges = loaded(model, tensors, device, stack)
         steps = {key: Step(device, library, s, key[0], args.depth, ranges, weights, stack) for key, s in schedules.items()}
         for _ in range(args.rounds):
             for step in steps.values():

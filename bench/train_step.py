@@ -23,6 +23,7 @@ from vkback.models import Model
 from vkback.ops.dispatch import Dispatch
 from vkback.plan.cost.flops import prompt_flops
 from vkback.plan.cost.forecast import Costs, dispatch_us
+from vkback.report.bars import Bars
 from vkback.train.steps import DeviceSteps
 from vkback.train.trainer import Settings, StepTrainer, lora_of
 
@@ -123,7 +124,7 @@ def main() -> None:
             lora=lora,
             checkpoint=args.checkpoint,
             act=args.act,
-            progress=True,
+            progress=Bars(),
         ) as trainer,
     ):
         assert isinstance(trainer.steps, DeviceSteps)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from vkback.errors import VkbackError
     from vkback.evaluate.perplexity import Perplexity
+    from vkback.events import Progress
 
 __all__ = [
     "ChatTemplateError",
@@ -53,6 +54,7 @@ __all__ = [
     "Message",
     "ModelError",
     "Perplexity",
+    "Progress",
     "Result",
     "Session",
     "Stream",
@@ -65,7 +67,7 @@ __all__ = [
     "load",
 ]
 
-_ELSEWHERE = {"Perplexity": "vkback.evaluate.perplexity", "VkbackError": "vkback.errors"}
+_ELSEWHERE = {"Perplexity": "vkback.evaluate.perplexity", "Progress": "vkback.events", "VkbackError": "vkback.errors"}
 
 
 if not TYPE_CHECKING:  # else every name that there is not would have a type

@@ -10,6 +10,7 @@ import sys
 import pytest
 from cli_kit import call
 
+import vkback
 from vkback import paths
 from vkback.cli import main
 from vkback.events import log
@@ -44,6 +45,7 @@ def test_importing_and_using_vkback_writes_nothing_to_stderr() -> None:
 def test_lines_come_where_logging_is_configured() -> None:
     said = used("logging.basicConfig(level='INFO', format='%(levelname)s %(name)s: %(message)s')", os.devnull).splitlines()
     assert "INFO vkback: demo-d is the built-in model demo-dense-Q4_K_M" in said
+    assert any(line.startswith("INFO vkback.progress: loading ") for line in said)
     assert any(line.startswith(f"WARNING vkback: nothing can be kept in the cache {os.devnull}: ") for line in said)
 
 
@@ -55,3 +57,17 @@ def test_commands_print_the_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert paths.builtin_model("demo-d").is_file()
     assert capsys.readouterr().err == ""
     assert [type(handler) for handler in log.handlers if type(handler).__module__ != "_pytest.logging"] == [logging.NullHandler]
+
+
+@pytest.mark.vulkan
+def test_progress_is_reported_to_a_function() -> None:
+    """Of each work the events are in order and end; nothing of it is needed for a text."""
+    events: list[vkback.Progress] = []
+    with vkback.load("demo-dense", None, 64, progress=events.append) as model:
+        assert model.generate("Once upon a time", max_tokens=3).tokens
+    for work, total in (("load", None), ("compile", None), ("prompt", len(model.tokenizer.encode("Once upon a time")) - 1)):
+        own = [event for event in events if event.work == work]
+        assert own and own[-1].ended and own[-1].done == pytest.approx(own[-1].total), work
+        assert total in (None, own[-1].total)
+    with pytest.raises(vkback.ModelError, match=r"progress is 'yes' \(str\), expected True or False"):
+        vkback.load("demo-dense", progress="yes")  # type: ignore[arg-type]

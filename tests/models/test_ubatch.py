@@ -19,11 +19,13 @@ from vkback.device import Arena, BufferRange, Device, OutOfDeviceMemory
 from vkback.device import recorder as recorder_module
 from vkback.engine import prompts as prompt_module
 from vkback.engine.engine import Engine, EngineError
-from vkback.engine.prompts import PromptBar, Prompts, next_size, program_sizes
+from vkback.engine.prompts import Prompts, next_size, program_sizes
 from vkback.evaluate.judge import nmse
+from vkback.events import Reported
 from vkback.ops.lowering import PlanError
 from vkback.plan.cost.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule
+from vkback.report.bars import Bars
 
 FLOAT_NMSE = 1e-6
 """As in test_engine.py."""
@@ -444,13 +446,14 @@ def test_errors_name_what_was_asked(path: Path, engine: Engine, device: Device) 
 
 def test_a_long_prompt_shows_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(np.arange(0.0, 100.0, 0.4))
-    monkeypatch.setattr("vkback.engine.prompts.time.perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr("vkback.report.bars.time.perf_counter", lambda: float(next(now)))
 
     def shown(terminal: bool, steps: int) -> str:
         out = io.StringIO()
-        with PromptBar(100, shown=True, console=Console(file=out, force_terminal=terminal, width=80)) as bar:
+        bars = Bars(prompts=True, console=Console(file=out, force_terminal=terminal, width=80))
+        with Reported(bars, "prompt", 100) as prompt:
             for _ in range(steps):
-                bar.advance(100 / steps)
+                prompt.advance(100 / steps)
         return out.getvalue()
 
     assert shown(terminal=False, steps=10) == ""

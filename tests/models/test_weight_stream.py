@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import os
 from collections.abc import Sequence
 from itertools import product
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_paths import with_pairs
+from rich.console import Console
 
 from vkback import quants
 from vkback.api.model import _compile_ahead
@@ -22,9 +24,9 @@ from vkback.device import Capabilities, Device, DeviceLost, OutOfDeviceMemory
 from vkback.engine import weight_stream
 from vkback.engine import weights as weights_module
 from vkback.engine.engine import Engine
-from vkback.engine.load_bar import LoadBar
 from vkback.engine.sampler import Sampler
 from vkback.engine.weights import Repack, WeightLoad, load_weights, repacks
+from vkback.events import Reported
 from vkback.gguf.file import SplitFile
 from vkback.graph import Recipe, Tensor
 from vkback.models import GgufError, GgufFile, GgufTensor, Model
@@ -34,6 +36,7 @@ from vkback.ops.storage import shards
 from vkback.paths import builtin_model
 from vkback.quants.registry import codec
 from vkback.quants.word_moves import word_moves
+from vkback.report.bars import Bars
 from vkback.shader import ShaderLibrary
 
 Bytes = npt.NDArray[np.uint8]
@@ -335,15 +338,17 @@ def test_who_repacks() -> None:
 
 
 def test_the_bar_names_what_is_waited_for() -> None:
-    with LoadBar(3 * 10**9, shown=True) as bar:  # stderr is no terminal: nothing is shown
-        bar.waits_for("uploading")
-        bar.plans()
-        assert bar.texts == ["uploading weights", "planning"]
-        bar.advance(10**9)
-        with bar.compiles(2) as on_kernel:
-            assert bar.texts == ["uploading weights 1.0/3.0 GB", "preparing kernels 0/2"]
-            on_kernel()
-            assert bar.texts[1] == "preparing kernels 1/2"
-    with LoadBar(5_700_000, shown=True) as bar:
-        bar.advance(2_800_000)
-        assert bar.texts == ["reading weights 3/6 MB"], "a small model"
+    bars = Bars(console=Console(file=io.StringIO(), force_terminal=True))
+    with Reported(bars, "load", 3 * 10**9, "reading") as load:
+        load.waits_for("uploading")
+        with Reported(bars, "compile") as kernels:
+            assert bars.texts == ["uploading weights", "planning"]
+            load.advance(10**9)
+            kernels.expect(2)
+            assert bars.texts == ["uploading weights 1.0/3.0 GB", "preparing kernels 0/2"]
+            kernels.advance()
+            assert bars.texts[1] == "preparing kernels 1/2"
+    assert not bars.texts
+    with Reported(bars, "load", 5_700_000, "reading") as load:
+        load.advance(2_800_000)
+        assert bars.texts == ["reading weights 3/6 MB"], "a small model"

@@ -442,7 +442,7 @@ def test_products_in_registers_wait_for_arrivals(before: int, n: int, device: De
             chunks = [int(a["STEPS"]) * int(a["WG_SIZE"]) // int(a["LANES"]) for a in attention]
             assert before == 0 or max(chunks) <= before
             assert ("rope/rope.comp" in {d.kernel.source for d in s.dispatches()}) == (rope == "stage")
-            weights, ranges = loaded(model, s.tensors(), device, stack, progress=False)
+            weights, ranges = loaded(model, s.tensors(), device, stack)
             program = Program(device, library, s, ranges, weights)
             stack.callback(program.close)
             device.upload(ranges["tokens"], ids)

@@ -9,6 +9,7 @@ from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
 from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.api.trainer import Trainer
+from vkback.events import Progress
 
 __all__ = [
     "ChatTemplateError",
@@ -22,6 +23,7 @@ __all__ = [
     "LoadedModel",
     "Message",
     "ModelError",
+    "Progress",
     "Result",
     "Session",
     "Stream",

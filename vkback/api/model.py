@@ -28,6 +28,7 @@ from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.engine import Engine
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
+from vkback.events import Report
 from vkback.gguf.fingerprint import fingerprint
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.models.adapter import Given, LoraLike
@@ -35,6 +36,7 @@ from vkback.models.adapter import given as adapters_given
 from vkback.models.naming import model_title
 from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
+from vkback.report.bars import Bars
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
@@ -55,7 +57,7 @@ def load(
     exact: bool = False,
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
-    progress: bool = False,
+    progress: bool | Report = False,
 ) -> LoadedModel:
     """Open a GGUF file, or a built-in model by its name, on a device.
 
@@ -67,7 +69,7 @@ def load(
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
-    progress  bars on a terminal while weights load and kernels compile
+    progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
     from vkback.api.device import Device as ApiDevice
@@ -81,7 +83,7 @@ def load(
         given.choice(name, type.lower() if isinstance(type, str) else type, CACHE_WORDS)
         for name, type in (("cache_type_k", cache_type_k), ("cache_type_v", cache_type_v))
     )
-    exact, progress = given.flag("exact", exact), given.flag("progress", progress)
+    exact, report = given.flag("exact", exact), reported(progress)
     adapters = adapters_given(lora, lora_scale)
     begun = time.perf_counter()
     engine = Engine.load(
@@ -89,7 +91,7 @@ def load(
         where,
         n_ctx=ctx,
         act=act,
-        progress=progress,
+        progress=report or False,
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
@@ -102,6 +104,13 @@ def load(
         said = f"[chat] {loaded.name}: its chat template is broken, chat needs another: {loaded.template_problem}; {GIVE_ONE}"
         warnings.warn(said, ChatTemplateWarning, stacklevel=2)
     return loaded
+
+
+def reported(progress: bool | Report, who: str = "model") -> Report | None:
+    """The function that `progress=` stands for: True draws bars."""
+    if callable(progress):
+        return progress
+    return Bars() if given.flag("progress", progress, who) else None
 
 
 def _compile_ahead(engine: Engine) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from vkback.api import given
 from vkback.api.device import Device as ApiDevice
-from vkback.api.model import LoadedModel, path_of
+from vkback.api.model import LoadedModel, path_of, reported
 from vkback.device import Device
+from vkback.events import Report
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
 from vkback.plan.training import Optimizer
@@ -47,7 +48,7 @@ class Trainer(StepTrainer):
         act: TrainingAct | None = None,
         seed: int = 0,
         device: ApiDevice | str | int | None = None,
-        progress: bool = False,
+        progress: bool | Report = False,
     ) -> None:
         """model: a GGUF file, a built-in model's name, or a loaded model, whose file and device are taken and whose memory is its own.
 
@@ -72,7 +73,7 @@ class Trainer(StepTrainer):
             given.number("betas", number, "two numbers from 0 to below 1", who="train")
         act = None if act is None else given.choice("act", act, TRAINING_ACTS, "train")
         given.flag("checkpoint", checkpoint, "train")
-        given.flag("progress", progress, "train")
+        report = reported(progress, "train")
         if isinstance(targets, str):
             raise given.wrong("targets", targets, "a list of names", "train")
         if isinstance(model, LoadedModel):
@@ -96,7 +97,7 @@ class Trainer(StepTrainer):
                 checkpoint=checkpoint,
                 act=act,
                 seed=seed,
-                progress=progress,
+                progress=report,
             )
         except BaseException:
             if self._own is not None:

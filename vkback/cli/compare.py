@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, model_path, one_of, output_file, picture_file
+from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, bars, model_path, one_of, output_file, picture_file
 from vkback.cli.terminal import fit
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def compare(
         with Device.open(chosen) as here:
             context = change(context_on(here, library, act_of(act)))
             alone = None
-            run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=not as_json)
+            run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=bars(not as_json))
             label = f"{here.caps.name}{label}"
         if step or against == "numpy":
             with bar(len(run.nodes), "references", not as_json) as tick:

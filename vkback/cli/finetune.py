@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, model_path, one_of, output_file, read_text
+from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, bars, model_path, one_of, output_file, read_text
 from vkback.cli.terminal import fit
 from vkback.paths import only_writer
 
@@ -101,7 +101,7 @@ def finetune(
     with ExitStack() as stack:
         stack.enter_context(only_writer(out, busy))
         where = stack.enter_context(Device.open(device))
-        run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=True)
+        run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=bars())
         stack.callback(run.close)
         say(f"{opened.description} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
         say(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")

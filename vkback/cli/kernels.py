@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, described_model, read_text
+from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, bars, described_model, read_text
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
     from vkback.compilers.kernel_figures import Figures
     from vkback.device import Device
+    from vkback.events import Report
     from vkback.ops.dispatch import Dispatch
     from vkback.ops.lowering import LowerContext
 
@@ -59,7 +60,7 @@ def kernels(
     with Device.open(device, statistics=True, compile_only=True) as opened:
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
         dispatches = _of_cases(case, ctx) if case else _of_suite(ctx) if every else _of_models(model, shape, tokens, ctx)
-        found = compiled(opened, dispatches, code=code, progress=not as_json)
+        found = compiled(opened, dispatches, code=code, progress=bars(not as_json))
         device_is = {"device": opened.caps.name, "driver": opened.caps.driver_info}
         heading = f"{opened.caps.name} ({opened.caps.driver_name} {opened.caps.driver_info})"
     if as_json:
@@ -106,18 +107,18 @@ def _of_suite(ctx: LowerContext) -> list[Dispatch]:
     return found
 
 
-def compiled(device: Device, dispatches: Iterable[Dispatch], *, code: bool = True, progress: bool = False) -> list[Figures]:
+def compiled(device: Device, dispatches: Iterable[Dispatch], *, code: bool = True, progress: Report | None = None) -> list[Figures]:
     """Figures of the different kernels of dispatches, in their order; compiled in parallel where the driver's code is not on stderr."""
     from vkback.compilers.chips import chip_of
     from vkback.compilers.kernel_figures import figures, prints_to_stderr
-    from vkback.engine.kernels import kernel_progress
+    from vkback.engine.kernels import reported_kernels
     from vkback.program import dispatch_spec
     from vkback.shader import ShaderLibrary
 
     library = ShaderLibrary()
     different = list({(d.kernel, len(d.args), len(d.push)): d for d in dispatches}.values())
     chip = chip_of(device.caps, os.environ.get("NOUVEAU_CHIPSET", ""))
-    with kernel_progress(len(different), progress) as on_kernel:
+    with reported_kernels(progress, lambda: len(different)) as on_kernel:
 
         def one(dispatch: Dispatch) -> Figures:
             spec_of = partial(dispatch_spec, library=library)

@@ -7,13 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from vkback.events import log
+from vkback.events import log, progress_log
 
 
 class LogLines(logging.Handler):
-    """Prints each record as a line `vkback: TEXT` on what stderr is at that moment: bars that are drawn there move below it."""
+    """Prints each record as a line `vkback: TEXT` on what stderr is at that moment, so that bars move below it. Bars show progress."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == progress_log.name:
+            return
         print(f"vkback: {'warning: ' * hasattr(record, 'to_mend')}{self.format(record)}", file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from vkback.cli.shell import (
     ShapeOption,
     UsageError,
     act_of,
+    bars,
     cache_rows,
     described_model,
     one_of,
@@ -83,7 +84,7 @@ def plan(
         schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act)), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
-        times = measure_stages(opened, here, library, schedule, depth=depth, progress=not as_json) if here and measure else None
+        times = measure_stages(opened, here, library, schedule, depth=depth, progress=bars(not as_json)) if here and measure else None
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
         about = {"device": caps.name, "unknown": list(caps.unknown), "model": name, "tuning": identity(tables)}

@@ -16,6 +16,7 @@ from vkback.cli.shell import (
     RowsOption,
     UsageError,
     act_of,
+    bars,
     model_path,
     one_of,
     output_file,
@@ -62,7 +63,7 @@ def profile(
     kept = [(output_file(each, "--save", path), "--save", ending) for each, ending in zip(save or [], endings, strict=True)]
     kept += [(output_file(each, f"--{form}", path), f"--{form}", form) for each, form in ((trace, "trace"), (html, "html")) if each]
     begun = time.perf_counter()
-    with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=not as_json) as engine:
+    with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=bars(not as_json) or False) as engine:
         load_s = time.perf_counter() - begun
         ids = engine.tokenizer.encode(prompt) if prompt else []
         if len(ids) < 2:

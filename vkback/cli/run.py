@@ -44,6 +44,7 @@ from vkback.cli.shell import (
     UbatchOption,
     UsageError,
     adapters_of,
+    bars,
     load_engine,
     make_sampler,
     model_path,
@@ -139,11 +140,12 @@ def generate(
         exact=exact,
         lora=adapters,
         meanwhile=while_weights_come,
+        progress=bars(prompts=True),
     ) as engine:
         engine.prepare(prompt=len(ids) - 1, sampler=sampler)
         ready = engine.compiled
         start = time.perf_counter()
-        engine.prompt(ids[:-1], progress=True)
+        engine.prompt(ids[:-1])
         prompted = time.perf_counter()
         pieces: list[str] = []
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vkback.api import LoadedModel
+    from vkback.events import Report
     from vkback.models.adapter import Given
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
@@ -183,7 +184,7 @@ class EngineLike(Protocol):
 
     def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None: ...
 
-    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None: ...
+    def prompt(self, tokens: Sequence[int]) -> None: ...
 
     def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Generator[int, None, None]: ...
 
@@ -503,13 +504,20 @@ def write_output(path: Path, option: str, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
+def bars(wanted: bool = True, *, prompts: bool = False) -> Report | None:
+    """What draws how far loads and compiles are, and long prompts where they count, too."""
+    from vkback.report.bars import Bars
+
+    return Bars(prompts=prompts) if wanted else None
+
+
 def load_engine(
     path: Path,
     device: str | None,
     *,
     n_ctx: int | None,
     act: str = "auto",
-    progress: bool = True,
+    progress: Report | None = None,
     ubatch: int | None = None,
     cache: tuple[str, str] = ("f16", "f16"),
     exact: bool = False,
@@ -526,7 +534,7 @@ def load_engine(
             device,
             n_ctx=n_ctx,
             act=act_of(act),
-            progress=progress,
+            progress=progress or False,
             ubatch=ubatch,
             cache_type_k=k,
             cache_type_v=v,
@@ -578,5 +586,16 @@ def load_model(
     warnings.simplefilter("ignore", ChatTemplateWarning)  # commands that need the template tell it themselves
     k, v = cache_types_of(cache)
     return _loaded(
-        load(path, device, n_ctx, act=act_of(act), ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=exact, lora=lora, progress=True)
+        load(
+            path,
+            device,
+            n_ctx,
+            act=act_of(act),
+            ubatch=ubatch,
+            cache_type_k=k,
+            cache_type_v=v,
+            exact=exact,
+            lora=lora,
+            progress=bars() or False,
+        )
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import DeviceOption, ModelOption, UsageError, model_path, one_of
+from vkback.cli.shell import DeviceOption, ModelOption, UsageError, bars, model_path, one_of
 
 AGAINST = ("torch",)
 OPTIMIZERS = ("sgd", "adamw")
@@ -62,7 +62,7 @@ def train_parity(
             say(where.summary_line())
 
         def trainer() -> StepTrainer:
-            return StepTrainer(opened, where, ctx=ctx, batch=batch, settings=settings, lora=lora, act="f32", progress=True)
+            return StepTrainer(opened, where, ctx=ctx, batch=batch, settings=settings, lora=lora, act="f32", progress=bars())
 
         with trainer() as ours:
             if ir:

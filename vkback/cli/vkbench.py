@@ -26,6 +26,7 @@ from vkback.cli.shell import (
     VersionOption,
     act_of,
     add_command,
+    bars,
     cache_types_of,
     load_engine,
     measured_math_rate,
@@ -206,7 +207,7 @@ def _measure_all(
     math_rates: dict[GemmKernel, float] = {}
     try:
         for path, (act, ubatch, cache) in product(files, variants):
-            progress = settings.progress or sys.stderr.isatty()
+            progress = bars(settings.progress or sys.stderr.isatty())
             with load_engine(
                 path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=cache, exact=settings.exact
             ) as engine:

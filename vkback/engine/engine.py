@@ -25,7 +25,6 @@ from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.kernels import KernelCompiler
-from vkback.engine.load_bar import LoadBar
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import TIMED_OUT, Prompts
 from vkback.engine.readback import Readback
@@ -34,7 +33,7 @@ from vkback.engine.snapshot import Snapshot
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.engine.weights import REPACKS, LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
-from vkback.events import log
+from vkback.events import Report, Reported, log, progress_log
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
@@ -76,7 +75,7 @@ class Engine:
         n_ctx: int,
         act: Act,
         fusion: str,
-        progress: bool,
+        progress: Report | Literal[False] = False,
         ubatch: int | None = None,
         cache: CacheTypes = F16_CACHE,
         exact: bool = False,
@@ -102,12 +101,13 @@ class Engine:
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
+        self._report = progress or None
         self._prompts = Prompts(
-            device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers
+            device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers, self._report
         )
         self._sync_tried = False
         self._checkpoint: Checkpoint | None = None
-        self._kernels = KernelCompiler(device, self.library, progress=progress)
+        self._kernels = KernelCompiler(device, self.library, self._report)
         self._prompts.attach(n_ctx)
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
         weights = others | self._tensors("weight")
@@ -115,7 +115,7 @@ class Engine:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
-            loaded = self._load(weights, meanwhile, progress, repack)
+            loaded = self._load(weights, meanwhile, repack)
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
                 self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
@@ -132,7 +132,7 @@ class Engine:
         n_ctx: int | None = None,
         act: Act = "auto",
         fusion: str = "all",
-        progress: bool = True,
+        progress: Report | Literal[False] = False,
         ubatch: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
@@ -151,6 +151,7 @@ class Engine:
         cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
         exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
         lora    adapter files (vkback/models/adapter.py), each alone or as (file, scale); lora_scale multiplies all, or has one for each
+        progress   called with how far loads, compiles and prompts are (vkback/events.py), from any thread
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/engine/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
@@ -201,17 +202,16 @@ class Engine:
         engine._owns_device = opened is not device
         return engine
 
-    def _load(
-        self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, progress: bool, repack: Repack | None
-    ) -> LoadedWeights:
+    def _load(self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, repack: Repack | None) -> LoadedWeights:
         """Bring weights to the device, and meanwhile do other things."""
         with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack) as load:
             self.weights = load.ranges
-            with LoadBar(load.total_bytes, shown=progress) as bar:
+            progress_log.info("loading %s: %.0f MB", self.model.file.path, load.total_bytes / 1e6)
+            with Reported(self._report, "load", load.total_bytes, "reading") as work:
                 if meanwhile is None:
-                    load.run(bar.advance, bar.waits_for)
+                    load.run(work.advance, work.waits_for)
                 else:
-                    with load.running(bar), self._kernels.shown_by(bar):
+                    with load.running(work):
                         meanwhile(self)
             self.load_times = load.times
             loaded = load.loaded()
@@ -470,16 +470,13 @@ class Engine:
         for token in made:
             self.decode_logits(token)
 
-    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
-        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context.
-
-        progress  show a bar on a terminal when it takes over a second
-        """
+    def prompt(self, tokens: Sequence[int]) -> None:
+        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context."""
         self._check_room(len(tokens), "prompt")
         self._check_ids(tokens)
         self._catch_up()
         at = 0
-        for done in self._prompts.run(tokens, self.n_past, progress=progress):
+        for done in self._prompts.run(tokens, self.n_past):
             self._advance(tokens[at : at + done])
             at += done
 

@@ -11,27 +11,21 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
-from vkback.events import log
+from vkback.events import Report, Reported, log
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.plan.cost.forecast import cuts, dispatch_us, low_costs
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
-from vkback.terminal import redraws
 from vkback.tuning.lookup import Overrides
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress
 
 Floats = npt.NDArray[np.float32]
 
@@ -57,8 +51,6 @@ LOGITS_BYTES = 64 << 20
 
 LONGEST_SUBMIT_US = 0.5e6
 """Predicted time of one submit, at most. Drivers reset a GPU after 2 to 10 s in one submit."""
-
-PROGRESS_AFTER_S = 1.0
 
 TIMED_OUT = "a spin-wait timed out"
 
@@ -142,11 +134,13 @@ class Prompts:
         bind: Callable[[Schedule, dict[str, BufferRange], BufferRange | None], Program],
         rescale: Callable[[dict[str, float], int], Sequence[int]],
         use_barriers: Callable[[str], None],
+        report: Report | None = None,
     ) -> None:
-        """ubatch: tokens of the largest program, None for the device's default."""
+        """ubatch: tokens of the largest program, None for the device's default. report: told how far `run` is."""
         self.device = device
         self._n_vocab = n_vocab
         self._plan, self._bind, self._rescale, self._use_barriers = plan, bind, rescale, use_barriers
+        self._report = report
         self._tried: set[tuple[int, PromptHead]] = set()  # barrier-free programs that gave the same bits as with barriers
         self._asked = ubatch
         self._most = ubatch or default_ubatch(device.caps)
@@ -230,23 +224,23 @@ class Prompts:
                 left -= recording.size
                 yield recording
 
-    def run(self, tokens: Sequence[int], n_past: int, *, progress: bool = False) -> Iterator[int]:
+    def run(self, tokens: Sequence[int], n_past: int) -> Iterator[int]:
         """Fill the cache with tokens from row n_past on; gives the number of tokens after each program that has finished."""
-        for done, _ in self._pieces(tokens, n_past, "none", progress):
+        for done, _ in self._pieces(tokens, n_past, "none", self._report):
             yield done
 
     def logits(self, tokens: Sequence[int], n_past: int) -> Iterator[Floats]:
         """As `run`; gives the logits after each token, float32 [tokens of a program, n_vocab]."""
-        for done, size in self._pieces(tokens, n_past, "all", False):
+        for done, size in self._pieces(tokens, n_past, "all", None):
             words = self._logits_memory(size).map().view(np.float32)
             yield np.array(words[: done * self._n_vocab].reshape(done, self._n_vocab))
 
-    def _pieces(self, tokens: Sequence[int], n_past: int, head: PromptHead, progress: bool) -> Iterator[tuple[int, int]]:
+    def _pieces(self, tokens: Sequence[int], n_past: int, head: PromptHead, report: Report | None) -> Iterator[tuple[int, int]]:
         """(tokens done, size of the program) after each program."""
         at = 0
         no_logits: PromptHead = "none"
         again, again_at = tokens[:0], 0  # earlier tokens that run once more
-        with PromptBar(len(tokens), shown=progress) as bar:
+        with Reported(report, "prompt", len(tokens)) as work:
             while at < len(tokens):
                 repeats = again_at < len(again)
                 rest, row, kind = (again[again_at:], again_at, no_logits) if repeats else (tokens[at:], n_past + at, head)
@@ -254,13 +248,13 @@ class Prompts:
                 piece = rest[: recording.size]
                 shown = 0 if repeats else len(piece)
                 self._set_input(recording.size, piece, row)
-                self._submit(recording, lambda share, shown=shown: bar.advance(share * shown))  # type: ignore[misc]
+                self._submit(recording, lambda share, shown=shown: work.advance(share * shown))  # type: ignore[misc]
                 if why := self._out_of_order(recording, kind):
-                    bar.advance(-shown)
+                    work.advance(-shown)
                     self._forget_programs()
                     self._use_barriers(why)
                 elif overflowed := self._overflowed(recording):
-                    bar.advance(-shown)
+                    work.advance(-shown)
                     self._forget_programs()
                     again, again_at = self._rescale(overflowed, row + len(piece)), 0
                 elif repeats:
@@ -431,36 +425,6 @@ class Prompts:
         self._programs.clear()
         self._recordings.clear()
         self._tried.clear()
-
-
-class PromptBar:
-    """A bar on a terminal for a prompt that takes over PROGRESS_AFTER_S; nothing elsewhere."""
-
-    def __init__(self, tokens: int, *, shown: bool, console: Console | None = None) -> None:
-        self._total, self._done = tokens, 0.0
-        self._console = console
-        self._shown = shown and (console.is_terminal if console else redraws(sys.stderr))
-        self._stack = ExitStack()
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> PromptBar:
-        self._begun = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def advance(self, tokens: float) -> None:
-        self._done += tokens
-        if self._bar is None and self._shown and time.perf_counter() - self._begun > PROGRESS_AFTER_S:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = self._stack.enter_context(Progress(*columns, console=self._console or Console(stderr=True), transient=True))
-            self._bar.add_task("prompt", total=self._total)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=int(self._done + 1e-6))
 
 
 def _say(why: str, smaller: int) -> None:

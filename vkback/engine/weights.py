@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Arena, BufferRange, Capabilities, Device
-from vkback.engine.load_bar import LoadBar
 from vkback.engine.weight_rows import decoded, file_bytes, gather_rows, not_numbers, vector_values
 from vkback.engine.weight_stream import OnBytes, OnWait, StreamTimes, WeightStream
+from vkback.events import Report, Reported
 from vkback.gguf.file import GgufFile
 from vkback.graph import Tensor
 from vkback.ops.storage import shards
@@ -141,17 +141,17 @@ class WeightLoad:
         self.arena.destroy()
 
     @contextlib.contextmanager
-    def running(self, bar: LoadBar) -> Iterator[None]:
+    def running(self, work: Reported) -> Iterator[None]:
         """`run` in another thread meanwhile; at the end it is waited for, or stopped if the block fails."""
         fault: list[BaseException] = []
 
-        def work() -> None:
+        def run() -> None:
             try:
-                self.run(bar.advance, bar.waits_for)
+                self.run(work.advance, work.waits_for)
             except BaseException as error:
                 fault.append(error)
 
-        thread = threading.Thread(target=work, name="vkback weights")
+        thread = threading.Thread(target=run, name="vkback weights")
         thread.start()
         try:
             yield
@@ -213,12 +213,13 @@ def load_weights(
     device: Device,
     library: ShaderLibrary | None = None,
     *,
-    progress: bool = True,
+    progress: Report | Literal[False] | None = None,
     repack: Repack | None = None,
 ) -> LoadedWeights:
     """Bring weights to the device; see `WeightLoad`."""
-    with WeightLoad(file, weights, device, library, repack=repack) as load, LoadBar(load.total_bytes, shown=progress) as bar:
-        load.run(bar.advance, bar.waits_for)
+    with WeightLoad(file, weights, device, library, repack=repack) as load:
+        with Reported(progress or None, "load", load.total_bytes, "reading") as work:
+            load.run(work.advance, work.waits_for)
         return load.loaded()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from vkback.device import Device
 from vkback.errors import VkbackError
+from vkback.events import Report
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
 from vkback.ops.case import Array
@@ -113,7 +114,7 @@ def run_nodes(
     fusion: str = "all",
     alter: Callable[[Schedule], Schedule] | None = None,
     spoil: Callable[[Device, Mapping[str, WeightRanges]], object] | None = None,
-    progress: bool = False,
+    progress: Report | None = None,
 ) -> NodeRun:
     """Run a batch as `ctx` plans it, and read every node.
 

@@ -107,7 +107,7 @@ def logits(case: TokenCase, model: Model, device: Device, library: ShaderLibrary
     schedule = planned(case, model, device)
     rows = []
     with ExitStack() as stack:
-        weights, ranges = loaded(model, schedule.tensors(), device, stack, progress=False)
+        weights, ranges = loaded(model, schedule.tensors(), device, stack)
         program = Program(device, library, schedule, ranges, weights)
         stack.callback(program.close)
         commands = program.record(case.line)

@@ -15,6 +15,7 @@ from vkback.device import BufferRange, Capabilities, Device
 from vkback.device.capabilities import PROFILE_DIR
 from vkback.engine.weights import load_weights
 from vkback.errors import VkbackError
+from vkback.events import Report
 from vkback.graph import Tensor
 from vkback.models.registry import Model
 from vkback.ops.dispatch import pack_push
@@ -110,7 +111,14 @@ def measure_stage_us(device: Device, library: ShaderLibrary, bytes_per_second: f
 
 
 def measure_stages(
-    model: Model, device: Device, library: ShaderLibrary, schedule: Schedule, *, depth: int = 0, repetitions: int = 5, progress: bool = True
+    model: Model,
+    device: Device,
+    library: ShaderLibrary,
+    schedule: Schedule,
+    *,
+    depth: int = 0,
+    repetitions: int = 5,
+    progress: Report | None = None,
 ) -> StageTimes:
     """Load what a schedule of a model reads and time it, with `depth` rows of the cache in use and zeros in them.
 
@@ -142,7 +150,7 @@ def measure_stages(
 
 
 def loaded(
-    model: Model, tensors: Mapping[str, Tensor], device: Device, stack: ExitStack, *, progress: bool
+    model: Model, tensors: Mapping[str, Tensor], device: Device, stack: ExitStack, *, progress: Report | None = None
 ) -> tuple[dict[str, WeightRanges], dict[str, BufferRange]]:
     """What a schedule of a model needs on a device until the stack unwinds: its weights, and its caches and inputs, all zeros."""
     arena, weights, *_ = load_weights(model.file, {n: t for n, t in tensors.items() if t.kind == "weight"}, device, progress=progress)

@@ -63,7 +63,7 @@ class Tokens:
         self._stack = ExitStack()
         tensors = plan(self.graph, ctx).tensors()
         try:
-            self.weights, self.ranges = loaded(model, tensors, device, self._stack, progress=False)
+            self.weights, self.ranges = loaded(model, tensors, device, self._stack)
             first = zeroed(device, [tensors[name] for name in INPUTS], self._stack)
             depth = self.depth = fitting_depth(model, n_ctx, depth)
             device.upload(first["pos"], np.array([depth], np.int32))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from vkback.arrays import read_arrays
 from vkback.device import Device
+from vkback.events import Report
 from vkback.gguf.fingerprint import fingerprint
 from vkback.models.adapter import write_adapter
 from vkback.models.registry import Model
@@ -120,7 +121,7 @@ def windows(ids: Sequence[int], plan: Plan) -> tuple[Windows, Windows]:
 class FineTune:
     """One run. `run` goes on from where the state file, if one was given to `resume`, left it."""
 
-    def __init__(self, model: Model, device: Device | None, ids: Sequence[int], plan: Plan, *, progress: bool = False) -> None:
+    def __init__(self, model: Model, device: Device | None, ids: Sequence[int], plan: Plan, *, progress: Report | None = None) -> None:
         """device: None for the numpy twin."""
         trained_on = model.hp.n_ctx_train
         if plan.ctx > trained_on:

@@ -16,6 +16,7 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.weights import load_weights
+from vkback.events import Report
 from vkback.gguf.file import GgufFile
 from vkback.graph import Graph, Tensor
 from vkback.ops.case import Array
@@ -109,7 +110,7 @@ class DeviceSteps:
     """The graphs as programs of a device, recorded when they are first run. All share one block of memory for activations."""
 
     def __init__(
-        self, file: GgufFile, graphs: Mapping[str, Graph], device: Device, *, act: TrainingAct = "f32", progress: bool = False
+        self, file: GgufFile, graphs: Mapping[str, Graph], device: Device, *, act: TrainingAct = "f32", progress: Report | None = None
     ) -> None:
         """Weights that the file lacks (adapters) are zeros until they are written. act: as of LowerContext."""
         self.device = device
@@ -121,7 +122,7 @@ class DeviceSteps:
             fragments=fragments_hold(device, self._library),
             row_lanes=row_lanes_found(device, self._library),
         )
-        self._kernels = KernelCompiler(device, self._library, progress=progress)
+        self._kernels = KernelCompiler(device, self._library, progress)
         self._graphs = graphs
         self._arenas: list[Arena] = []
         self._programs: dict[str, Program] = {}

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from vkback.device import Device
 from vkback.errors import VkbackError
+from vkback.events import Report
 from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
 from vkback.plan.autodiff import gradient
@@ -88,7 +89,7 @@ class StepTrainer:
         checkpoint: bool = False,
         act: TrainingAct | None = None,
         seed: int = 0,
-        progress: bool = False,
+        progress: Report | None = None,
     ) -> None:
         if ctx < 1 or batch < 1:
             raise TrainError(f"[train] ctx {ctx}, batch {batch}: expected at least 1 of each")
