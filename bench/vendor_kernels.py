@@ -56,7 +56,7 @@ def all_of(device: Device, ctx: LowerContext, case: str) -> dict[str, dict[str, 
     return {f"({Path(f.source).stem})": f.as_data() for f in compiled(device, OPS[node.op].lower(node, ctx), code=False)}
 
 
-def peer_rows(caps: Capabilities, quant: str, path: str, experts: bool) -> int:
+def ggml_rows(caps: Capabilities, quant: str, path: str, experts: bool) -> int:
     """Rows of a workgroup."""
     gcn, rdna3 = caps.architecture.startswith("gcn"), caps.architecture in ("rdna3", "rdna3_5")
     intel = caps.vendor == "intel"
@@ -69,36 +69,36 @@ def peer_rows(caps: Capabilities, quant: str, path: str, experts: bool) -> int:
     return (8 if gcn else 4) if quant in ("MXFP4", "IQ4_XS") else 2 if gcn or intel else 1
 
 
-def peer_weights(quant: str, path: str) -> int:
+def ggml_weights(quant: str, path: str) -> int:
     """Weights of a row that a thread takes in a turn of the inner loop."""
     if path == "int":
         return 4 * (16 if quant in K_QUANTS else 32 if quant == "IQ4_XS" else 8)
     return 16 if quant in K_QUANTS else 32
 
 
-def peer_spec(caps: Capabilities, folder: Path, quant: str, path: str, experts: bool) -> tuple[KernelSpec, int]:
-    """A kernel of the peer, and its rows."""
+def ggml_spec(caps: Capabilities, folder: Path, quant: str, path: str, experts: bool) -> tuple[KernelSpec, int]:
+    """A kernel of ggml, and its rows."""
     size = 64 if caps.architecture == "rdna1" else 32 if caps.architecture == "rdna2" else caps.subgroup_size
     size = size if caps.subgroup_required_size else caps.subgroup_size
     large = caps.vendor == "nvidia" and caps.architecture not in ("pascal", "unknown") and not (quant == "Q6_K" and not experts)
     name = f"mul_mat_vec_{'id_' if experts else ''}{quant.lower()}_{'q8_1' if path == 'int' else 'f32'}_f32_subgroup"
     spirv = (folder / f"{name}{'' if large else '_no_shmem'}.spv").read_bytes()
-    rows = peer_rows(caps, quant, path, experts)
+    rows = ggml_rows(caps, quant, path, experts)
     spec = ((0, 4 * size if large else size), (1, rows), (2, 1))
     bindings = max(inspect(spirv).bindings) + 1
     return KernelSpec(spirv, name, bindings, 64, spec, size if caps.subgroup_required_size else None), rows
 
 
-def peer(device: Device, folder: Path, quant: str, path: str, experts: bool) -> dict[str, Any]:
-    """Figures of a kernel of the peer; `per_32` where the compiler's listing shows its loop."""
-    spec, rows = peer_spec(device.caps, folder, quant, path, experts)
+def ggml(device: Device, folder: Path, quant: str, path: str, experts: bool) -> dict[str, Any]:
+    """Figures of a kernel of ggml; `per_32` where the compiler's listing shows its loop."""
+    spec, rows = ggml_spec(device.caps, folder, quant, path, experts)
     with kernel_figures.stderr_caught(device.caps):
         statistics = device.kernel_statistics(spec)
     listing = kernel_figures.listing_of(device, spec)
     loop = listing.largest_loop() if listing else None
     per_32 = None
     if listing and loop:
-        per_32 = 32 * total(listing.inside(loop)) / (rows * peer_weights(quant, path))
+        per_32 = 32 * total(listing.inside(loop)) / (rows * ggml_weights(quant, path))
     return {
         "rows": rows,
         "registers": kernel_figures.first_of(statistics, kernel_figures.REGISTERS),
@@ -131,7 +131,7 @@ def main() -> None:
                     row = {"quant": quant, "experts": experts, "path": path, "ours": made, "peer": None}
                     if args.peer:
                         try:
-                            row["peer"] = peer(device, args.peer, quant, path, experts)
+                            row["peer"] = ggml(device, args.peer, quant, path, experts)
                         except (OSError, DeviceError) as e:
                             row["peer"] = {"error": str(e)}
                     rows.append(row)

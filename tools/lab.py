@@ -36,7 +36,7 @@ PACKAGES = (
 LIBRARIES, DRIVERS = "/usr/lib/x86_64-linux-gnu", "/usr/share/vulkan/icd.d"
 SWIFTSHADER = "/opt/swiftshader/usr/lib/chromium/vk_swiftshader_icd.json"
 PYTHON = "/opt/venv/bin/python"
-PEER = "/opt/peer"
+GGML_FOLDER = "/opt/ggml"
 
 SHIMS = {
     "amd": ("amdgpu", "radeon", "AMDGPU_GPU_ID"),
@@ -75,7 +75,7 @@ CHIPS = (
 EXECUTORS = ("lavapipe", "swiftshader")
 
 CHIP_SECONDS = 20.0
-"""Of a chip's table on a core, without the peer."""
+"""Of a chip's table on a core, without ggml."""
 
 
 class LabError(Exception):
@@ -168,11 +168,11 @@ def driver(target: str) -> dict[str, str]:
     return {"LD_PRELOAD": f"{LIBRARIES}/lib{shim}_noop_drm_shim.so", "VK_DRIVER_FILES": f"{DRIVERS}/{name}_icd.json", **chosen}
 
 
-def kernels(root: Root, chips: Sequence[str], peer: bool, folder: Path, sources: str) -> None:
+def kernels(root: Root, chips: Sequence[str], ggml: bool, folder: Path, sources: str) -> None:
     """A JSON file a chip, two chips at a time; those that an earlier run made of the same sources stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    argv = ["python", "bench/vendor_kernels.py", *(["--peer", PEER] if peer else [])]
-    mark = {"sources": sources, "with_peer": peer}
+    argv = ["python", "bench/vendor_kernels.py", *(["--peer", GGML_FOLDER] if ggml else [])]
+    mark = {"sources": sources, "with_peer": ggml}
 
     def made(chip: str) -> bool:
         path = folder / f"{chip.replace(':', '-')}.json"
@@ -208,19 +208,19 @@ def loaded(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     """Markdown: a row a chip, type and kernel that the tables choose for it."""
-    head = "| chip | type | kernel | registers | waves | in32 | peer in32 | ratio | arithmetic | bound | spills (peer) |"
+    head = "| chip | type | kernel | registers | waves | in32 | ggml in32 | ratio | arithmetic | bound | spills (ggml) |"
     yield head
     yield "|---" * (head.count("|") - 1) + "|"
     for chip, data in found:
         for row in data["rows"]:
-            ours, peer = row["ours"], row["peer"] or {}
+            ours, ggml = row["ours"], row["peer"] or {}
             if row["path"] and not chosen(row, data):
                 continue
             what = f"{row['quant']} {'MUL_MAT_ID' if row['experts'] else ''}".strip()
             if "error" in ours:
                 yield f"| {chip} | {what} | {row['path']} | refused: {ours['error'].split(': ', 1)[-1]} |" + " |" * 7
                 continue
-            in32, theirs = ours["per_32"], peer.get("per_32")
+            in32, theirs = ours["per_32"], ggml.get("per_32")
             waves = "" if ours["waves"] is None else f"{ours['waves']}" + (f"/{ours['most_waves']}" if ours["most_waves"] else "")
             cells = (
                 chip,
@@ -233,7 +233,7 @@ def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:
                 f"{in32 / theirs:.2f}" if in32 and theirs else "",
                 f"{ours['arithmetic']:.0%}" if ours["arithmetic"] is not None else "",
                 ours["bound"],
-                f"{(ours['spills'] or 0) + (ours['scratch'] or 0)} ({peer.get('spills', '')})",
+                f"{(ours['spills'] or 0) + (ours['scratch'] or 0)} ({ggml.get('spills', '')})",
             )
             yield "| " + " | ".join("" if c is None else str(c) for c in cells) + " |"
 
@@ -300,7 +300,7 @@ def main() -> int:
     try:
         root.build()
         if args.peer:
-            root.mount(str(args.peer.resolve()), PEER.lstrip("/"))
+            root.mount(str(args.peer.resolve()), GGML_FOLDER.lstrip("/"))
         if args.run:
             return subprocess.run(root.command(args.run[0], args.run[1:])).returncode
         passed = True

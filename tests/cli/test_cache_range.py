@@ -24,7 +24,7 @@ from vkback.evaluate.judge import nmse
 from vkback.graph import Node, Tensor
 from vkback.models import GgufFile, Model
 from vkback.models.builder import CacheTypes
-from vkback.models.cache_range import BEYOND_F16, beyond_range, judge, told
+from vkback.models.cache_range import BEYOND_F16, beyond_range, judge, overflow_message
 from vkback.models.synth import synthesize
 from vkback.ops.op import OPS
 from vkback.plan.planner import plan
@@ -186,7 +186,7 @@ def test_the_first_layer_with_the_cause_is_named() -> None:
     assert beyond_range(names, lambda n: "beyond" if n == "cache_v_l2" else "nan" if "10" in n else "numbers") == ["cache_v_l2"]
     assert beyond_range(names, lambda n: "nan" if "l2" in n else "beyond") == [], "what came in was no number already"
     assert beyond_range(names, lambda n: "numbers") == []
-    assert told([("cache_k_l2", "Q8_0"), ("cache_v_l2", "F16")]) == (
+    assert overflow_message([("cache_k_l2", "Q8_0"), ("cache_v_l2", "F16")]) == (
         "layer 2: keys are beyond 8319008 and values are beyond 65504, the range of a cache of q8_0 and f16; load with --cache-type-k f32 "
         '--cache-type-v f32 (Python: cache_type_k="f32", cache_type_v="f32")'
     )

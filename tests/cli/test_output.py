@@ -16,7 +16,7 @@ from kernel_paths import planned_for
 
 from vkback.cli.test_ops import compared
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import judge, peer_limit
+from vkback.evaluate.judge import ggml_limit, judge
 from vkback.harness.cases import make_case
 from vkback.harness.output import About, Console, Csv, Json, Printer, Sql, perf_line, samples_by_line
 from vkback.harness.result import CaseResult
@@ -31,7 +31,7 @@ def test_figures_of_a_verdict() -> None:
     verdict = judge(np.array([[1.0, 2.0], [3.0, 4.1]], np.float32), np.array([[1.0, 2.0], [3.0, 4.0]]), Tolerance(1e-6, 1e-3, ""))
     assert not verdict.ok
     assert verdict.text.endswith("at [1, 1]: 4.1, expected 4; rows with errors: 1 (1 in all)")
-    assert (peer_limit("MUL_MAT"), peer_limit("RMS_NORM"), peer_limit("ARGMAX")) == (5e-4, 1e-7, 0.0)
+    assert (ggml_limit("MUL_MAT"), ggml_limit("RMS_NORM"), ggml_limit("ARGMAX")) == (5e-4, 1e-7, 0.0)
 
 
 ABOUT = About("Vulkan0", "Example GPU", "example 1.2", "0123456", "2026-01-02T03:04:05Z")

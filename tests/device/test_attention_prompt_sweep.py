@@ -24,8 +24,8 @@ from vkback.autotune.attention_prompts import (
     sample,
     with_point,
 )
+from vkback.autotune.device_table import DeviceTable
 from vkback.autotune.driver import Sweep, Watcher
-from vkback.autotune.own_table import OwnTable
 from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
 from vkback.device import Device
@@ -136,7 +136,7 @@ measured = "by hand"
 
 @pytest.mark.vulkan
 def test_rows_of_prompts_stand_beside_those_of_generation(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
-    own, tunable = OwnTable(device, library, tmp_path), PromptAttention(device, library, planned_for(H200))
+    own, tunable = DeviceTable(device, library, tmp_path), PromptAttention(device, library, planned_for(H200))
     own.path.write_text(GENERATION)
     newer, other = result(512, MATRIX._replace(tile_kv=32)), result(512, DECODE, heads=64, before=MATRIX)
     for found in (result(512, MATRIX), result(20, MATRIX), newer, other):
@@ -169,7 +169,7 @@ def test_every_kernel_of_the_device_is_tried_and_right(
     clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.way])
     told: list[str] = []
     watcher = Watcher(point=lambda job, point, text: told.append(f"{point.way} {text}"))
-    sweep = Sweep(PromptAttention(device, library, ctx), OwnTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
+    sweep = Sweep(PromptAttention(device, library, ctx), DeviceTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
     (found,) = sweep.run([PromptJob(40, 4, 2, 64, 9, 0, True)])
     assert not found.wrong and found.after.way == "decode" and found.kept
     right = {text.split()[0] for text in told if text.endswith(" us")}

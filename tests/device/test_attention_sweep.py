@@ -12,8 +12,8 @@ from kernel_paths import planned_for
 from typer.testing import CliRunner
 
 from vkback.autotune.attention import Attention, AttentionJob, AttentionPoint, AttentionShape, actual, attention_shapes, axes, neighbours
+from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
-from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.program_sweep import ProgramTrial
 from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
@@ -68,7 +68,7 @@ def attention(tokens: Tokens, ctx: LowerContext) -> Attention:
 
 
 def tuned(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, told: list[str] | None = None
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, told: list[str] | None = None
 ) -> tuple[Sweep[AttentionJob, AttentionPoint], list[TuneResult[AttentionPoint]]]:
     """A sweep of the one shape there is, and its result."""
     (shape,) = attention_shapes(tokens.graph, ctx)
@@ -138,8 +138,8 @@ def tokens(device: Device, library: ShaderLibrary, ctx: LowerContext) -> Iterato
 
 
 @pytest.fixture
-def own(device: Device, library: ShaderLibrary, tmp_path: Path) -> OwnTable:
-    return OwnTable(device, library, tmp_path)
+def own(device: Device, library: ShaderLibrary, tmp_path: Path) -> DeviceTable:
+    return DeviceTable(device, library, tmp_path)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def only(monkeypatch: pytest.MonkeyPatch, **values: tuple[int, ...]) -> None:
 
 @pytest.mark.vulkan
 def test_the_best_point_is_found_step_by_step(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16), rows_per_split=(16, 4096))
     clock(lambda p: 100.0 - p.wg_size - 3 * (p.rows_per_split == 16))
@@ -175,7 +175,7 @@ def test_the_best_point_is_found_step_by_step(
 
 @pytest.mark.vulkan
 def test_what_is_no_better_beyond_the_noise_is_not_kept(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 0.001 * p.wg_size)
@@ -185,7 +185,7 @@ def test_what_is_no_better_beyond_the_noise_is_not_kept(
 
 @pytest.mark.vulkan
 def test_wrong_points_are_named_and_never_kept(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0 - 50 * (p.wg_size == 16))
@@ -199,7 +199,7 @@ def test_wrong_points_are_named_and_never_kept(
 
 @pytest.mark.vulkan
 def test_points_the_planner_refuses_are_passed_over(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0)
@@ -218,7 +218,7 @@ def test_points_the_planner_refuses_are_passed_over(
 
 
 @pytest.mark.vulkan
-def test_rows_replace_those_of_the_same_form_and_no_others(own: OwnTable) -> None:
+def test_rows_replace_those_of_the_same_form_and_no_others(own: DeviceTable) -> None:
     tunable = Attention(no_tokens, planned_for(H200))
     other, first, second = (AttentionPoint(64, 4, 1, q, 64, 64) for q in (1, 2, 4))
     own.keep(tunable, result(SHAPE._replace(head_dim=64), other))
@@ -284,7 +284,7 @@ def test_resuming_passes_over_forms_that_are_done(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.vulkan
 def test_a_point_that_ended_the_last_run_is_not_tried_again(
-    tokens: Tokens, ctx: LowerContext, own: OwnTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tokens: Tokens, ctx: LowerContext, own: DeviceTable, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, wg_size=(8, 16))
     (shape,) = attention_shapes(tokens.graph, ctx)
@@ -301,7 +301,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
     assert not own.journal.finished(key)
     clock(lambda p: 100.0)
     told: list[str] = []
-    again = OwnTable(tokens.device, tokens.library, own.path.parent)
+    again = DeviceTable(tokens.device, tokens.library, own.path.parent)
     _, (found,) = tuned(tokens, ctx, again, told)
     assert not found.kept and "refused: the last run ended while trying it" in told
     assert again.journal.finished(key) and again.journal.results("attention")[key]["tried"] == 1

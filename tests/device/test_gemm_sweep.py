@@ -11,6 +11,7 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
+from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemm_points import (
     MISFIT,
@@ -28,7 +29,6 @@ from vkback.autotune.gemm_points import (
 )
 from vkback.autotune.gemm_rows import gemm_rows, tflops
 from vkback.autotune.gemm_sweep import Gemms, GemmTrial, sample
-from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import TuneResult
 from vkback.cli import main as cli
@@ -267,7 +267,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def swept(
     device: Device, library: ShaderLibrary, folder: Path, problems: list[LinearProblem], *, told: list[str] | None = None
 ) -> tuple[Sweep[GemmJob, GemmPoint], list[TuneResult[GemmPoint]]]:
-    own = OwnTable(device, library, folder)
+    own = DeviceTable(device, library, folder)
     ctx = LowerContext(device.caps, own.tables(), fragments=fragments_hold(device, library))
     jobs, said = jobs_for([(p, 1) for p in problems], ctx)
     assert not said

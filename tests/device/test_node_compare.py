@@ -20,7 +20,7 @@ from vkback.device import Device
 from vkback.evaluate import node_compare as nodes
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.node_run import Batch, NodeRun, NodeRunError, graph_of, run_nodes
-from vkback.evaluate.node_walk import Item, Made, Swap, Walk, chosen_as, items_of
+from vkback.evaluate.node_walk import Item, Swap, Walk, WalkValues, chosen_as, items_of
 from vkback.evaluate.twin import NumpyTwin
 from vkback.harness.doctor import SWITCHES
 from vkback.models import Model
@@ -56,7 +56,7 @@ def compared(model: Model, found: NodeRun, batch: Batch = BATCH) -> nodes.Compar
 
 
 @pytest.fixture(scope="module")
-def right(run: Run) -> tuple[Model, NodeRun, Made]:
+def right(run: Run) -> tuple[Model, NodeRun, WalkValues]:
     """A right run of the dense model, walked."""
     model, found = run("demo-dense")
     return model, found, nodes.walked(model, found, BATCH)
@@ -64,7 +64,9 @@ def right(run: Run) -> tuple[Model, NodeRun, Made]:
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize(("name", "sync"), [("demo-dense", "barrier"), ("demo-moe", "sentinel")])
-def test_a_right_run_is_within_the_band(name: str, sync: str, run: Run, right: tuple[Model, NodeRun, Made], ctx: LowerContext) -> None:
+def test_a_right_run_is_within_the_band(
+    name: str, sync: str, run: Run, right: tuple[Model, NodeRun, WalkValues], ctx: LowerContext
+) -> None:
     if name == "demo-dense":
         model, found, made = right
         result = nodes.compare(*nodes.sides(found, made, BATCH, "device", {}))
@@ -164,7 +166,7 @@ def test_a_barrier_left_out_is_named(run: Run) -> None:
 
 
 @pytest.mark.vulkan
-def test_two_settings_and_a_saved_run(run: Run, right: tuple[Model, NodeRun, Made], ctx: LowerContext, tmp_path: Path) -> None:
+def test_two_settings_and_a_saved_run(run: Run, right: tuple[Model, NodeRun, WalkValues], ctx: LowerContext, tmp_path: Path) -> None:
     model, found, made = right
     mine, _ = nodes.sides(found, made, BATCH, "here", {"tokens": list(BATCH.tokens)})
     nodes.save(tmp_path / "run.npz", mine)

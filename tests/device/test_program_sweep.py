@@ -15,10 +15,10 @@ from kernel_paths import planned_for
 from typer.testing import CliRunner
 
 from vkback.autotune import program_sweep
+from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemv_rows import gemv_rows
 from vkback.autotune.gemvs import Gemvs
-from vkback.autotune.own_table import OwnTable, table_text
 from vkback.autotune.points import Job, Point, actual, jobs_for, lowered, refusal
 from vkback.autotune.program_sweep import (
     CHECKED_TOKENS,
@@ -126,7 +126,7 @@ class Runs:
     def sweep(self, library: ShaderLibrary) -> Sweep[Job, Point]:
         watcher = Watcher(point=lambda job, point, said: self.said.update({point: said}))
         model = Model.open(builtin_model("demo-dense"))
-        own = OwnTable(self.device, library, self.folder)
+        own = DeviceTable(self.device, library, self.folder)
         ctx = LowerContext(self.device.caps, own.tables())
         tunable = ProgramGemvs(partial(Tokens, model, self.device, library, ctx), ctx)
         return Sweep(tunable, own, 1.0, budget_s=0.1, watcher=watcher)

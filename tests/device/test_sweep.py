@@ -19,11 +19,11 @@ from kernel_paths import planned_for
 from typer.testing import CliRunner
 
 from vkback.autotune.chain_sweep import ChainGemvs, expected
+from vkback.autotune.device_table import DeviceTable, table_lock, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemv_rows import edges, gemv_rows
 from vkback.autotune.gemvs import Gemvs
 from vkback.autotune.journal import JOURNAL_FORMAT
-from vkback.autotune.own_table import OwnTable, table_lock, table_text
 from vkback.autotune.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.search import beats
@@ -280,7 +280,7 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
 
 
 def sweep_of(device: Device, library: ShaderLibrary, folder: Path, *, budget_s: float, watcher: Watcher | None = None) -> Sweep[Job, Point]:
-    own = OwnTable(device, library, folder)
+    own = DeviceTable(device, library, folder)
     tunable = ChainGemvs(device, library, LowerContext(device.caps, own.tables()), cold_bytes=1 << 16)
     return Sweep(tunable, own, 1.0, budget_s=budget_s, watcher=watcher)
 
@@ -412,7 +412,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
         run = subprocess.Popen(asked, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             assert run.stderr is not None
-            own = OwnTable(device, library, tmp_path)
+            own = DeviceTable(device, library, tmp_path)
             line = next(iter(run.stderr))
             assert line == f"vkback: another run tunes {device.caps.name} and has {own.path}; waiting for its end\n"
             own.journal.finish("of the first", "its job", {"latency": 1.0})
@@ -420,7 +420,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
             run.kill()
             raise
     assert run.wait(120) == 0, run.stderr.read()
-    assert "its job" in OwnTable(device, library, tmp_path).journal.results("of the first")
+    assert "its job" in DeviceTable(device, library, tmp_path).journal.results("of the first")
 
 
 def test_axes_follow_the_device() -> None:

@@ -84,20 +84,20 @@ def twin(path: Path) -> NumpyTwin:
     return NumpyTwin(path, n_ctx=64)
 
 
-PEER: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "peer_gpt_oss.json").read_text())
+LLAMA_CPP: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "llama_gpt_oss.json").read_text())
 
 TO_PEER = 1e-3
 """Largest difference of a logit to llama.cpp, which computes in F32: measured 3e-4 to the twin."""
 
 
-def differences_to_peer(logits: np.ndarray) -> np.ndarray:
-    return np.array([[abs(row[token] - theirs) for token, theirs in top] for row, top in zip(logits, PEER["top4"], strict=True)])
+def differences_to_llama_cpp(logits: np.ndarray) -> np.ndarray:
+    return np.array([[abs(row[token] - theirs) for token, theirs in top] for row, top in zip(logits, LLAMA_CPP["top4"], strict=True)])
 
 
 def test_the_twin_s_logits_are_llama_cpp_s(twin: NumpyTwin) -> None:
-    logits = twin.logits(PEER["ids"])
-    assert differences_to_peer(logits).max() < TO_PEER
-    assert logits.argmax(axis=1).tolist() == [top[0][0] for top in PEER["top4"]]
+    logits = twin.logits(LLAMA_CPP["ids"])
+    assert differences_to_llama_cpp(logits).max() < TO_PEER
+    assert logits.argmax(axis=1).tolist() == [top[0][0] for top in LLAMA_CPP["top4"]]
 
 
 def decoded(engine: Engine, ids: list[int]) -> np.ndarray:
@@ -118,7 +118,7 @@ def test_prompt_and_decode_are_the_twin_s_and_llama_cpp_s(
         assert nmse(engine.prompt_logits(ids), want) <= bound
         assert nmse(decoded(engine, ids), want) <= bound
         if act == "f32":
-            assert differences_to_peer(decoded(engine, PEER["ids"])).max() < TO_PEER
+            assert differences_to_llama_cpp(decoded(engine, LLAMA_CPP["ids"])).max() < TO_PEER
 
 
 @pytest.mark.vulkan

@@ -15,7 +15,7 @@ import pytest
 from pages import BLOCK, ROOT, copy_tree, follow, run
 
 from vkback.device import Device
-from vkback.evaluate.judge import judge, peer_limit
+from vkback.evaluate.judge import ggml_limit, judge
 from vkback.harness import cases
 from vkback.harness.runner import Workbench, prepare, run_case
 from vkback.harness.suite import Suite
@@ -82,7 +82,7 @@ def test_the_sets_of_cases_have_it(followed: Followed, ctx: LowerContext) -> Non
     assert all(cases.find_case(c.line).line == c.line for c in own)
     table = support_table(own, list(support_of(own, ctx)))
     assert table[1].split() == ["SOFTSIGN", "14", "of", "14"]
-    assert peer_limit("SOFTSIGN") == 1e-7
+    assert ggml_limit("SOFTSIGN") == 1e-7
 
 
 @pytest.mark.vulkan

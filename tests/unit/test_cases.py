@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from vkback.harness.cases import PEER_LINES, find_case, full_cases, known_cases, make_case, perf_cases, quick_cases
+from vkback.harness.cases import GGML_LINES, find_case, full_cases, known_cases, make_case, perf_cases, quick_cases
 from vkback.harness.perf import groups, with_tokens
 from vkback.ops.case import Case
 from vkback.ops.case_line import CaseLineError, parse_line, split_lines
@@ -146,9 +146,9 @@ def test_perf_cases_that_share_weights_stand_together() -> None:
     assert [t.shape for t in (*with_tokens(node, 2).inputs, *with_tokens(node, 2).outputs)] == [(8, 256), (2, 256), (2, 8)]
 
 
-def test_the_full_set_has_lines_of_the_peer() -> None:
+def test_the_full_set_has_lines_of_ggml() -> None:
     """Of every op of it that there is, each as printed there."""
-    listed = PEER_LINES.read_text(encoding="utf-8").splitlines()
+    listed = GGML_LINES.read_text(encoding="utf-8").splitlines()
     assert len(listed) == 503 and len({line.partition("(")[0] for line in listed}) > 90
     made = {line: find_case(line).line for line in listed if line.partition("(")[0] in OPS}
     assert len(made) > 490 and set(made.values()) <= {case.line for case in FULL}

@@ -18,7 +18,7 @@ from vkback.models import GgufFile, Tokenizer, TokenizerError
 from vkback.paths import builtin_model
 
 DATA = Path(__file__).parents[1] / "data"
-PEER = json.loads((DATA / "peer_cpu.json").read_text())
+LLAMA_CPP = json.loads((DATA / "llama_cpu.json").read_text())
 BYTES = [f"<0x{b:02X}>" for b in range(256)]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
@@ -49,10 +49,10 @@ def texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [tokenizer.token_bytes(i, special=True).decode("utf-8", "replace") for i in ids]
 
 
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize("name", LLAMA_CPP)
 def test_ids_and_text_equal_those_of_llama_cpp(name: str) -> None:
     tokenizer = Tokenizer.from_gguf(GgufFile.open(builtin_model(name)))
-    for prompt in PEER[name]["prompts"]:
+    for prompt in LLAMA_CPP[name]["prompts"]:
         assert tokenizer.encode(prompt["text"]) == prompt["ids"]
         assert tokenizer.decode(prompt["ids"]) == prompt["text"]
         assert tokenizer.decode(prompt["greedy"]) == prompt["greedy_text"]

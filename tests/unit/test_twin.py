@@ -16,32 +16,32 @@ from vkback.evaluate.twin import NumpyTwin, TwinError
 from vkback.paths import builtin_model
 
 DATA = Path(__file__).parents[1] / "data"
-PEER = json.loads((DATA / "peer_cpu.json").read_text())
+LLAMA_CPP = json.loads((DATA / "llama_cpu.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[str, NumpyTwin]:
-    return {name: NumpyTwin(builtin_model(name)) for name in PEER}
+    return {name: NumpyTwin(builtin_model(name)) for name in LLAMA_CPP}
 
 
 # --- twin ---------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize("name", LLAMA_CPP)
 def test_logits_are_those_of_llama_cpp(name: str, twins: dict[str, NumpyTwin]) -> None:
     """Its CPU rounds activations to 8 bits before every product, an error of up to 1 part in 254 of the largest of 32. Through the layers
     of these models that moved logits by 0.085 at most; their standard deviation is about 3."""
-    for prompt in PEER[name]["prompts"]:
+    for prompt in LLAMA_CPP[name]["prompts"]:
         logits = twins[name].forward(prompt["ids"], head="last")["result_output"][0]
         for token, theirs in prompt["top10"]:
             assert abs(logits[token] - theirs) < 0.12
         assert len(np.flatnonzero(logits > prompt["top10"][-1][1] + 0.12)) < 10
 
 
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize("name", LLAMA_CPP)
 def test_greedy_text_is_that_of_llama_cpp_until_a_margin_is_narrow(name: str, twins: dict[str, NumpyTwin]) -> None:
     steps = 0
-    for prompt in PEER[name]["prompts"]:
+    for prompt in LLAMA_CPP[name]["prompts"]:
         narrow = next((i for i, m in enumerate(prompt["margin_to_second"]) if m < 0.1), 48)
         ids, margins = twins[name].generate_greedy(prompt["ids"], narrow)
         assert ids == prompt["greedy"][:narrow]
@@ -50,11 +50,11 @@ def test_greedy_text_is_that_of_llama_cpp_until_a_margin_is_narrow(name: str, tw
     assert steps > 25, "margins so narrow that hardly a step was compared"
 
 
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize("name", LLAMA_CPP)
 def test_every_step_along_the_text_of_llama_cpp_has_its_margin(name: str, twins: dict[str, NumpyTwin]) -> None:
     """240 steps with its own text fed, so that one narrow margin does not end the comparison."""
     differences = []
-    for prompt in PEER[name]["prompts"]:
+    for prompt in LLAMA_CPP[name]["prompts"]:
         twins[name].reset()
         logits = twins[name].forward(prompt["ids"] + prompt["greedy"][:-1])["result_output"][len(prompt["ids"]) - 1 :]
         for row, best, theirs in zip(logits, prompt["greedy"], prompt["margin_to_second"], strict=True):
@@ -65,9 +65,9 @@ def test_every_step_along_the_text_of_llama_cpp_has_its_margin(name: str, twins:
     assert np.std(differences) < 0.06
 
 
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize("name", LLAMA_CPP)
 def test_perplexity_is_that_of_llama_cpp(name: str, twins: dict[str, NumpyTwin]) -> None:
-    theirs = PEER[name]["perplexity"]
+    theirs = LLAMA_CPP[name]["perplexity"]
     twin = twins[name]
     ids = twin.model.tokenizer.encode((DATA / "war_of_the_worlds.txt").read_text())[:4096]
     sofar: list[float] = []
@@ -80,7 +80,7 @@ def test_perplexity_is_that_of_llama_cpp(name: str, twins: dict[str, NumpyTwin])
 
 def test_tokens_at_once_equal_tokens_one_by_one(twins: dict[str, NumpyTwin]) -> None:
     for name, twin in twins.items():
-        tokens = PEER[name]["prompts"][0]["ids"]
+        tokens = LLAMA_CPP[name]["prompts"][0]["ids"]
         twin.reset()
         together = twin.forward(tokens)["result_output"]
         twin.reset()
@@ -94,7 +94,7 @@ def test_tokens_at_once_equal_tokens_one_by_one(twins: dict[str, NumpyTwin]) -> 
 
 def test_padding_changes_nothing(twins: dict[str, NumpyTwin]) -> None:
     twin = twins["demo-moe-MXFP4_MOE.gguf"]
-    tokens = PEER["demo-moe-MXFP4_MOE.gguf"]["prompts"][2]["ids"]
+    tokens = LLAMA_CPP["demo-moe-MXFP4_MOE.gguf"]["prompts"][2]["ids"]
     twin.reset()
     alone = twin.forward(tokens)["result_output"]
     twin.reset()
@@ -133,7 +133,7 @@ def test_twin_errors(twins: dict[str, NumpyTwin]) -> None:
 
 
 def test_greedy_stops_at_a_stop_id(twins: dict[str, NumpyTwin]) -> None:
-    prompt = PEER["demo-dense-Q4_K_M.gguf"]["prompts"][0]
+    prompt = LLAMA_CPP["demo-dense-Q4_K_M.gguf"]["prompts"][0]
     ids, _ = twins["demo-dense-Q4_K_M.gguf"].generate_greedy(prompt["ids"], 9, stop=[prompt["greedy"][2]])
     assert ids == prompt["greedy"][:3]
 

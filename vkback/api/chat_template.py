@@ -140,9 +140,9 @@ def render(
     bos: str = "",
     eos: str = "",
     add_generation_prompt: bool = True,
-    **further: Any,
+    **variables: Any,
 ) -> str:
-    """The text of messages. model: who the errors are about; further: variables that some templates know (`enable_thinking=False`).
+    """The text of messages. model: who the errors are about; variables: those that only some templates know (`enable_thinking=False`).
 
     A template has 10 s, 512 MiB, and characters for four times the messages and 2^20 more.
     Raises ChatTemplateError naming a message that is none, or what the template said, or the bound that it met.
@@ -162,7 +162,7 @@ def render(
         raise ChatTemplateError("[chat] there are no messages; give at least one, as [{'role': 'user', 'content': 'Hello'}]")
     variables = {
         "messages": conversation, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt, "tools": None,
-        "documents": None, **further,
+        "documents": None, **variables,
     }  # fmt: skip
     length = sum(len(message["content"]) for message in conversation)
     chars = MESSAGE_TIMES * length + SPARE_CHARS

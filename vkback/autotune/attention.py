@@ -90,7 +90,7 @@ class AttentionJob:
 
 
 @dataclass
-class _Asked:
+class _RecordingTuning:
     """Tables that record which shapes of attention they were asked for."""
 
     tables: Chooser
@@ -104,9 +104,9 @@ class _Asked:
 
 def attention_shapes(graph: Graph, ctx: LowerContext) -> list[AttentionShape]:
     """The shapes of attention in a graph's schedule."""
-    asked = _Asked(ctx.tuning)
-    plan(graph, dataclasses.replace(ctx, tuning=asked))
-    return list(asked.shapes)
+    recording = _RecordingTuning(ctx.tuning)
+    plan(graph, dataclasses.replace(ctx, tuning=recording))
+    return list(recording.shapes)
 
 
 def actual(choice: Choice, shape: AttentionShape, ctx: LowerContext) -> AttentionPoint:

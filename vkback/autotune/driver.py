@@ -17,7 +17,7 @@ from datetime import date
 from functools import partial
 from typing import Any, Generic
 
-from vkback.autotune.own_table import OwnTable
+from vkback.autotune.device_table import DeviceTable
 from vkback.autotune.search import Search, SweepError, duel, noise
 from vkback.autotune.tunable import J, S, Trial, Tunable, TuneResult
 
@@ -45,7 +45,9 @@ class Sweep(Generic[J, S]):
     budget_s   seconds for all jobs; each gets an equal part of what is left
     """
 
-    def __init__(self, tunable: Tunable[J, S], own: OwnTable, read_rate: float, *, budget_s: float, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self, tunable: Tunable[J, S], own: DeviceTable, read_rate: float, *, budget_s: float, watcher: Watcher | None = None
+    ) -> None:
         self.tunable, self.own, self.read_rate, self.budget_s = tunable, own, read_rate, budget_s
         self.watcher = watcher or Watcher()
         self.faults: list[str] = []

@@ -13,7 +13,7 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
-from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
+from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params
 from vkback.ops.matmul.linear_node import FUSED_ROLES, Experts, weight
 
 Array = npt.NDArray[Any]
@@ -85,9 +85,9 @@ class LinearProblem:
         that do not lie as a weight and its tokens do.
         """
         op, params = parse_line(text)
-        if elsewhere := lie_elsewhere(params):
-            raise CaseLineError(f"[case] {text}: {elsewhere[0]}: expected a weight of two axes times some tokens, as they lie")
-        params = {key: value for key, value in params.items() if key not in LIES}
+        if moved := layout_params(params):
+            raise CaseLineError(f"[case] {text}: {moved[0]}: expected a weight of two axes times some tokens, as they lie")
+        params = {key: value for key, value in params.items() if key not in LAYOUT_DEFAULTS}
         given = {key: str(value) for key, value in params.items()}
         wrong = [key for key in given if key not in KEYS]
         if op not in OPS_WITH_SHAPE:

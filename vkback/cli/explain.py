@@ -70,10 +70,10 @@ def node_of(case: str) -> Node:
     from vkback.autotune.problem import KEYS, OPS_WITH_SHAPE, LinearProblem
     from vkback.harness.cases import make_case
     from vkback.ops.case_line import parse_line
-    from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
+    from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params
 
     name, params = parse_line(case)
-    plain = params.keys() <= {*KEYS, *LIES} and not lie_elsewhere(params) and params.get("type_b") not in ("f16", "bf16")
+    plain = params.keys() <= {*KEYS, *LAYOUT_DEFAULTS} and not layout_params(params) and params.get("type_b") not in ("f16", "bf16")
     if name in OPS_WITH_SHAPE and plain:  # without values, of which a weight has many
         return LinearProblem.parse(case).node()
     return make_case(name, params).build().node
@@ -102,11 +102,11 @@ class Noting:
         return choice
 
 
-Asked = tuple[str, Mapping[str, Any], "Choice"]
+TableQuery = tuple[str, Mapping[str, Any], "Choice"]
 """A family of tables, what was asked of it, and what it chose."""
 
 
-def lowered(node: Node, ctx: LowerContext) -> tuple[list[Asked], KernelChoice | None, list[Dispatch]]:
+def lowered(node: Node, ctx: LowerContext) -> tuple[list[TableQuery], KernelChoice | None, list[Dispatch]]:
     """What a node asks of the tables, the kernel that is chosen for it, where that is a value, and the dispatches that it comes to."""
     from vkback.ops.op import OPS
     from vkback.plan.sync import synchronized

@@ -117,16 +117,16 @@ def perplexity(
             print(json.dumps(made, indent=1))
             return
         lines = [
-            f"{told(about)}, on {loaded.engine.device.caps.name}",
+            f"{settings_text(about)}, on {loaded.engine.device.caps.name}",
             f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {count} chunks of {chunk}",
         ]
         if reader is not None:
-            lines += [f"against {told(reader.header['about'])}", *table(found.result()).splitlines()]
+            lines += [f"against {settings_text(reader.header['about'])}", *table(found.result()).splitlines()]
         print("\n".join(part for line in lines for part in fit(line)))
         print(f"{count * chunk / seconds:.1f} t/s with compile time", file=console.file)
 
 
-def told(about: Mapping[str, str]) -> str:
+def settings_text(about: Mapping[str, str]) -> str:
     """A model and how it was run, in words."""
     return f"{about['model']}, {about['file']}, act {about['act']}, cache {about['cache']}"
 

@@ -561,11 +561,11 @@ def measured_math_rate(device: Any, kernel: GemmKernel) -> float:
     return measure_math_rate(device, ShaderLibrary(), kernel).tflops
 
 
-def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **further: Any) -> Any:
-    """How the next token is chosen; without arguments, the most likely one. further: the other parameters of `Sampler`."""
+def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 0, **params: Any) -> Any:
+    """How the next token is chosen; without arguments, the most likely one. params: the other parameters of `Sampler`."""
     from vkback.engine.sampler import Sampler
 
-    return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **further)
+    return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **params)
 
 
 def load_model(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
-from vkback.cli.tune_parts import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, PARTS, Asked, Paths
+from vkback.cli.tune_parts import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, PARTS, Paths, TuneRequest
 from vkback.cli.tune_show import pictures, watched
 
 if TYPE_CHECKING:
@@ -81,15 +81,15 @@ def tune(
         raise UsageError("--op attention is tuned with the shapes of a model; name one with --model")
     if op == "gemm" and path != "auto":
         raise UsageError(f"--path {path}: gemm takes the kernels of every path as candidates; leave it out")
-    asked = Asked(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
+    request = TuneRequest(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
     run = _Run(device, budget, resume, verbose)
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):
             told: dict[str, Any] = {}
-            wrong = _tune(ops, asked, run, picture, told)
+            wrong = _tune(ops, request, run, picture, told)
         print(json.dumps(told, indent=1))
     else:
-        wrong = _tune(ops, asked, run, picture)
+        wrong = _tune(ops, request, run, picture)
     if wrong:
         raise typer.Exit(1)
 
@@ -124,11 +124,11 @@ class _Run:
     verbose: bool
 
 
-def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
+def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
     """Tune families one after the other, each with the part of the budget that it has of the jobs. Whether any kernel was wrong. told: gets
     what came of it as plain values."""
+    from vkback.autotune.device_table import DeviceTable, table_lock
     from vkback.autotune.driver import Sweep
-    from vkback.autotune.own_table import OwnTable, table_lock
     from vkback.device import Device
     from vkback.paths import user_tuning_root
     from vkback.shader import ShaderLibrary
@@ -137,12 +137,12 @@ def _tune(ops: Sequence[str], asked: Asked, run: _Run, picture: Path | None, tol
     with Device.open(run.device) as opened, contextlib.ExitStack() as stack:
         print(opened.caps.summary_line())
         ctx = _context(opened)
-        parts = [part for op in ops for part in PARTS[op](opened, asked, ctx) if part.jobs]
+        parts = [part for op in ops for part in PARTS[op](opened, request, ctx) if part.jobs]
         total = sum(len(part.jobs) for part in parts)
         if not total:
-            raise UsageError(f"nothing to tune on {opened.caps.name}: --path {asked.paths} leaves no kernel, or all was passed over")
+            raise UsageError(f"nothing to tune on {opened.caps.name}: --path {request.paths} leaves no kernel, or all was passed over")
         stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
-        own, rate = OwnTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
+        own, rate = DeviceTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
         counts = "; ".join(f"{len(part.jobs)} {part.noun}{part.about}" for part in parts)
         print(f"read rate {rate:.1f} GB/s; {counts}, {run.budget_s:.0f} s", flush=True)
         results: list[Sequence[TuneResult[Any]]] = []

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from vkback.cli.shell import UsageError, model_path
-from vkback.cli.tune_show import nothing, show_crossings, show_gemms, show_gemvs, told
+from vkback.cli.tune_show import nothing, printing, show_crossings, show_gemms, show_gemvs
 
 if TYPE_CHECKING:
+    from vkback.autotune.device_table import DeviceTable
     from vkback.autotune.driver import Watcher
     from vkback.autotune.gemm_points import GemmPoint
     from vkback.autotune.gemm_sweep import Gemms
-    from vkback.autotune.own_table import OwnTable
     from vkback.autotune.points import Job
     from vkback.autotune.problem import LinearProblem
     from vkback.autotune.tunable import Tunable, TuneResult
@@ -31,7 +31,7 @@ GEMM_TOKENS = (2, 4, 8, 16, 32, 64, 512)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class TuneRequest:
     """What to tune: cases, or a model's kernels, or all of some types and shapes. tokens: () for each family's own."""
 
     cases: Sequence[str] | None
@@ -51,14 +51,14 @@ class Part:
     noun   what they are
     about  said beside their number
     make   the tunable, once the parts before are done
-    watch  what is told of them otherwise than by the bar
+    watch  prints what the bar does not show of them
     show   prints results, all at the end, of this run and from the journal
     """
 
     noun: str
     jobs: Sequence[Any]
     make: Callable[[LowerContext], Tunable[Any, Any]]
-    show: Callable[[Sequence[TuneResult[Any]], OwnTable], None]
+    show: Callable[[Sequence[TuneResult[Any]], DeviceTable], None]
     about: str = ""
     watch: Callable[[Watcher], Watcher] = lambda watcher: watcher
 
@@ -66,7 +66,7 @@ class Part:
 # -- GEMVs
 
 
-def _gemv_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
+def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
     """GEMVs in a token's program where it has barrier-free stages, the others in chains."""
     from vkback.autotune.chain_sweep import ChainGemvs
     from vkback.autotune.points import jobs_for
@@ -76,15 +76,15 @@ def _gemv_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
     from vkback.shader import ShaderLibrary
     from vkback.timing.token_program import Tokens
 
-    tokens = [n for n in asked.tokens or (1,) if n <= MAX_COLUMNS or asked.model is None]
-    inside = _in_program(asked.model, ctx) if asked.model is not None and tokens == [1] else []
+    tokens = [n for n in request.tokens or (1,) if n <= MAX_COLUMNS or request.model is None]
+    inside = _in_program(request.model, ctx) if request.model is not None and tokens == [1] else []
     # Where a program has barrier-free stages, rows about chains with barriers say nothing of any of its GEMVs.
-    chain = [] if inside and asked.paths == "auto" else jobs_for(_problems(asked, tokens, DEFAULT_QUANTS, ctx), ctx, asked.paths)
+    chain = [] if inside and request.paths == "auto" else jobs_for(_problems(request, tokens, DEFAULT_QUANTS, ctx), ctx, request.paths)
     library = ShaderLibrary()
 
     def in_program(ctx: LowerContext) -> ProgramGemvs:
-        assert asked.model is not None
-        return ProgramGemvs(partial(Tokens, Model.open(model_path(asked.model)), device, library, ctx), ctx)
+        assert request.model is not None
+        return ProgramGemvs(partial(Tokens, Model.open(model_path(request.model)), device, library, ctx), ctx)
 
     return [
         Part("GEMVs", inside, in_program, show_gemvs, f", {len(inside)} of them in the program of a token"),
@@ -105,20 +105,20 @@ def _in_program(model: str, ctx: LowerContext) -> list[Job]:
     return jobs_for(of_model(model, 1, barrier_free), barrier_free, program=path.stem)
 
 
-def _problems(asked: Asked, tokens: Iterable[int], default: str, ctx: LowerContext) -> Iterator[tuple[LinearProblem, int]]:
+def _problems(request: TuneRequest, tokens: Iterable[int], default: str, ctx: LowerContext) -> Iterator[tuple[LinearProblem, int]]:
     """The products asked for, with how often each comes in a model. default: weight types, where none were named."""
     from vkback.autotune.problem import LinearProblem
 
-    if asked.cases is not None:
-        for text in asked.cases:
+    if request.cases is not None:
+        for text in request.cases:
             yield LinearProblem.parse(text), 1
         return
     for n in tokens:
-        if asked.model is not None:
-            yield from of_model(asked.model, n, ctx)
+        if request.model is not None:
+            yield from of_model(request.model, n, ctx)
             continue
-        for name in (asked.quants or default).split(","):
-            for size in asked.shapes.split(","):
+        for name in (request.quants or default).split(","):
+            for size in request.shapes.split(","):
                 m, cross, k = size.strip().partition("x")
                 if not (cross and m.isdigit() and k.isdigit()):
                     raise UsageError(f"--shape {size}: expected rows x columns, as 4096x14336")
@@ -145,16 +145,16 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Linea
 # -- products of several tokens
 
 
-def _gemm_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
+def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
     from vkback.autotune.gemm_points import jobs_for
     from vkback.autotune.gemm_sweep import Gemms
     from vkback.engine.prompts import default_ubatch
     from vkback.shader import ShaderLibrary
 
-    tokens = asked.tokens or ((default_ubatch(device.caps),) if asked.model is not None else GEMM_TOKENS)
+    tokens = request.tokens or ((default_ubatch(device.caps),) if request.model is not None else GEMM_TOKENS)
     # Of a model's graph the last layer has one row, which is a GEMV's.
-    problems = _problems(asked, [n for n in tokens if n > 1], GEMM_QUANTS, ctx)
-    jobs, said = jobs_for([(p, count) for p, count in problems if p.n > 1 or asked.model is None], ctx)
+    problems = _problems(request, [n for n in tokens if n > 1], GEMM_QUANTS, ctx)
+    jobs, said = jobs_for([(p, count) for p, count in problems if p.n > 1 or request.model is None], ctx)
     for text in said:
         print(text)
     library, made = ShaderLibrary(), list[Gemms]()
@@ -163,7 +163,7 @@ def _gemm_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
         made.append(Gemms(device, library, ctx, jobs))
         return made[-1]
 
-    def show(results: Sequence[TuneResult[GemmPoint]], own: OwnTable) -> None:
+    def show(results: Sequence[TuneResult[GemmPoint]], own: DeviceTable) -> None:
         show_gemms(results, made[-1].quickest, device)
         show_crossings(own, jobs)
 
@@ -173,7 +173,7 @@ def _gemm_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
 # -- attention
 
 
-def _attention_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Part]:
+def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
     """Attention of a model's token, in its program, and of its prompt, in chains of launches."""
     from vkback.autotune.attention import Attention, AttentionJob, attention_shapes
     from vkback.autotune.attention_prompts import PromptAttention, jobs_for
@@ -184,32 +184,32 @@ def _attention_parts(device: Device, asked: Asked, ctx: LowerContext) -> list[Pa
     from vkback.shader import ShaderLibrary
     from vkback.timing.token_program import DEPTH, Tokens, fitting_depth, token_graph
 
-    assert asked.model is not None
-    opened, library = Model.open(model_path(asked.model)), ShaderLibrary()
-    tokens = asked.tokens or (1, default_ubatch(device.caps))
-    depth = fitting_depth(opened, asked.n_ctx, DEPTH if asked.depth is None else asked.depth)
+    assert request.model is not None
+    opened, library = Model.open(model_path(request.model)), ShaderLibrary()
+    tokens = request.tokens or (1, default_ubatch(device.caps))
+    depth = fitting_depth(opened, request.n_ctx, DEPTH if request.depth is None else request.depth)
     parts: list[Part] = []
     for n in (n for n in tokens if 1 < n <= DECODE_TOKENS):
         print(f"attention of {n} tokens passed over: sweeps are of one token, or of prompts of more than {DECODE_TOKENS}")
     if 1 in tokens:
-        jobs = [AttentionJob(shape, depth) for shape in attention_shapes(token_graph(opened, asked.n_ctx), ctx)]
+        jobs = [AttentionJob(shape, depth) for shape in attention_shapes(token_graph(opened, request.n_ctx), ctx)]
 
         def in_program(ctx: LowerContext) -> Attention:
-            return Attention(partial(Tokens, opened, device, library, ctx, n_ctx=asked.n_ctx, depth=depth), ctx)
+            return Attention(partial(Tokens, opened, device, library, ctx, n_ctx=request.n_ctx, depth=depth), ctx)
 
-        parts.append(Part("shapes of attention", jobs, in_program, nothing, watch=partial(told, unit="us a token")))
+        parts.append(Part("shapes of attention", jobs, in_program, nothing, watch=partial(printing, unit="us a token")))
     prompts: list[Any] = []
     for n in (n for n in tokens if n > DECODE_TOKENS):
-        found, said = jobs_for(fuse(opened.graph(n, n, head="all"), ctx), asked.depth or 0, ctx)
+        found, said = jobs_for(fuse(opened.graph(n, n, head="all"), ctx), request.depth or 0, ctx)
         prompts += found
         for text in said:
             print(text)
-    watch = partial(told, unit="us")
+    watch = partial(printing, unit="us")
     parts.append(Part("attentions of a prompt", prompts, lambda ctx: PromptAttention(device, library, ctx), nothing, watch=watch))
     return parts
 
 
-PARTS: dict[str, Callable[[Device, Asked, LowerContext], list[Part]]] = {
+PARTS: dict[str, Callable[[Device, TuneRequest, LowerContext], list[Part]]] = {
     "gemv": _gemv_parts,
     "gemm": _gemm_parts,
     "attention": _attention_parts,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
+    from vkback.autotune.device_table import DeviceTable
     from vkback.autotune.driver import Watcher
     from vkback.autotune.gemm_points import GemmJob, GemmPoint
-    from vkback.autotune.own_table import OwnTable
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import Setting, Tuned, TuneResult
     from vkback.device import Device
@@ -57,7 +57,7 @@ class watched:  # noqa: N801  used as a function
             print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
 
 
-def show_gemvs(results: Sequence[TuneResult[Point]], own: OwnTable) -> None:
+def show_gemvs(results: Sequence[TuneResult[Point]], own: DeviceTable) -> None:
     """Before and after, a line a GEMV, all in a token's program or none; nothing where there is no GEMV."""
     import pandas as pd
 
@@ -133,7 +133,7 @@ def _each_kernel(quickest: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {us:.2f}" for name, us in sorted(quickest.items(), key=lambda item: item[1]))
 
 
-def show_crossings(own: OwnTable, jobs: Sequence[GemmJob]) -> None:
+def show_crossings(own: DeviceTable, jobs: Sequence[GemmJob]) -> None:
     """For each weight that was timed with several numbers of tokens, which kernel was best at which."""
     from vkback.autotune.gemm_points import GemmPoint
 
@@ -150,27 +150,27 @@ def show_crossings(own: OwnTable, jobs: Sequence[GemmJob]) -> None:
             print(f"{name}: " + "; ".join(f"{kernel} for {', '.join(ns)} tokens" for kernel, ns in runs))
 
 
-def nothing(results: Sequence[TuneResult[Any]], own: OwnTable) -> None:
-    """Results of attention are told as they come."""
+def nothing(results: Sequence[TuneResult[Any]], own: DeviceTable) -> None:
+    """Results of attention are printed as they come."""
 
 
-def told(watcher: Watcher, unit: str) -> Watcher:
-    """Says what each job came to when it is done."""
+def printing(watcher: Watcher, unit: str) -> Watcher:
+    """Prints what each job came to when it is done."""
 
     def begin(job: Any, number: int, total: int) -> None:
         watcher.begin(job, number, total)
         print(job.line)
 
-    return dataclasses.replace(watcher, begin=begin, end=partial(_tell, unit=unit), fault=print)
+    return dataclasses.replace(watcher, begin=begin, end=partial(_print_result, unit=unit), fault=print)
 
 
-def _tell(result: TuneResult[Setting], unit: str) -> None:
+def _print_result(result: TuneResult[Setting], unit: str) -> None:
     change = f"{result.percent:+.1f} %" if result.kept else "nothing better"
     print(f"  before: {result.before.text}: {result.latency_before:.2f} {unit} ({result.source})")
     print(f"  after:  {result.after.text}: {result.latency:.2f} {unit}, {change}, of {result.tried} points")
 
 
-def pictures(own: OwnTable, device: Device, ops: Sequence[str], file: Path | None) -> Iterator[str]:
+def pictures(own: DeviceTable, device: Device, ops: Sequence[str], file: Path | None) -> Iterator[str]:
     """Heatmaps of all that was timed in chains so far, one a family that was tuned now, or why there is none."""
     try:
         import vkback.report.heatmap  # noqa: F401
@@ -184,7 +184,7 @@ def pictures(own: OwnTable, device: Device, ops: Sequence[str], file: Path | Non
         yield from _draw_gemms(own, device, own_file if file is None or "gemv" in ops else file)
 
 
-def _draw_gemvs(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
+def _draw_gemvs(own: DeviceTable, device: Device, file: Path) -> Iterator[str]:
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import results_table
     from vkback.report.heatmap import draw
@@ -198,7 +198,7 @@ def _draw_gemvs(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
     yield from _draw_search(device, file, [(r, r.nbytes / 1e3 / r.read_rate, "read rate") for r in chains])
 
 
-def _draw_gemms(own: OwnTable, device: Device, file: Path) -> Iterator[str]:
+def _draw_gemms(own: DeviceTable, device: Device, file: Path) -> Iterator[str]:
     from vkback.autotune.gemm_points import GemmPoint
     from vkback.autotune.gemm_rows import math_share
     from vkback.autotune.tunable import results_table

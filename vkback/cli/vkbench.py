@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
 import typer
 
 from vkback import paths
-from vkback.cli.bench_peer import BenchCommand
+from vkback.cli.bench_llama import BenchCommand
 from vkback.cli.shell import (
     ACTS,
     DeviceOption,
@@ -87,7 +87,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedFile:
     """A file of --save. form: of WRITERS."""
 
     path: Path
@@ -179,7 +179,9 @@ def bench(
         if output_err != "none":
             shown.append(open_writer(one_of(output_err, ("none", *WRITERS), "-oe"), sys.stderr, columns))
         kept = [
-            Kept(output_file(path, "--save", *files), one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending"), columns)
+            SavedFile(
+                output_file(path, "--save", *files), one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending"), columns
+            )
             for path in save or []
         ]
         if store is not None:
@@ -196,7 +198,7 @@ def _measure_all(
     tests: Sequence[BenchTest],
     settings: Settings,
     shown: Sequence[Writer],
-    kept: Sequence[Kept],
+    kept: Sequence[SavedFile],
 ) -> None:
     """variants: activations, tokens of a prompt processed at once (None: the engine's default), and types of K's and V's, each with a model
     loaded anew. A run that ends early keeps what it has measured."""

@@ -114,9 +114,9 @@ def listing_of(device: Device, spec: KernelSpec) -> Listing | None:
         texts = [t for t in device.kernel_texts(spec) if t.name == name]
         return read(texts[-1].text) if texts and texts[-1].text.strip() else None
     if prints_to_stderr(device.caps):
-        with captured_stderr() as said:
+        with captured_stderr() as captured:
             device.kernel_texts(spec)
-        parts = re.split(r"Native code for [^\n]*\n", said.text)
+        parts = re.split(r"Native code for [^\n]*\n", captured.text)
         return read_ir3(parts[-1]) if len(parts) > 1 else None
     if device.caps.driver_id == "VK_DRIVER_ID_NVIDIA_PROPRIETARY":
         from vkback.compilers.listings import read_sass
@@ -142,27 +142,27 @@ def print_machine_code() -> None:
 
 
 @dataclass
-class Said:
+class CapturedText:
     """What was written to stderr; whole when the context has ended."""
 
     text: str = ""
 
 
 @contextlib.contextmanager
-def captured_stderr() -> Iterator[Said]:
+def captured_stderr() -> Iterator[CapturedText]:
     """Catch what the process, drivers included, writes to its stderr."""
-    said = Said()
+    captured = CapturedText()
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield captured
         finally:
             os.dup2(kept, 2)
             os.close(kept)
             file.seek(0)
-            said.text = file.read().decode(errors="replace")
+            captured.text = file.read().decode(errors="replace")
 
 
 def stderr_caught(caps: Capabilities) -> contextlib.AbstractContextManager[object]:

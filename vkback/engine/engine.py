@@ -38,7 +38,7 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
-from vkback.models.cache_range import told
+from vkback.models.cache_range import overflow_message
 from vkback.models.registry import Model
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED
 from vkback.ops.f16_range import F16RangeError
@@ -635,7 +635,7 @@ class Engine:
     def _beyond_range(self, rows: int) -> EngineError | None:
         """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
         found = self._state.beyond_range(min(rows, self.n_ctx))
-        return EngineError(f"[engine] {self.model.file.path}: {told(found)}") if found else None
+        return EngineError(f"[engine] {self.model.file.path}: {overflow_message(found)}") if found else None
 
     def _not_numbers(self, where: str, rows: int) -> EngineError:
         """rows: of the caches that are in use."""

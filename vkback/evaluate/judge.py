@@ -14,9 +14,9 @@ from vkback.ops.op import OPS
 Array = npt.NDArray[Any]
 
 
-def peer_limit(op: str) -> float:
+def ggml_limit(op: str) -> float:
     """NMSE that llama.cpp's test-backend-ops allows an op."""
-    return OPS[op].peer_nmse
+    return OPS[op].ggml_nmse
 
 
 @dataclass(frozen=True)

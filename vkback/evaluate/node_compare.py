@@ -16,7 +16,7 @@ from vkback.arrays import read_arrays
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import judge, nmse, steps_of
 from vkback.evaluate.node_run import Batch, NodeRun
-from vkback.evaluate.node_walk import Item, Made, Swap, Walk, Weights, evaluate, ids_of, items_of, own_tolerance
+from vkback.evaluate.node_walk import Item, Swap, Walk, WalkValues, Weights, evaluate, ids_of, items_of, own_tolerance
 from vkback.evaluate.twin import FLOAT
 from vkback.models.registry import Model
 from vkback.ops.case import Array
@@ -135,7 +135,7 @@ def layer_of(name: str) -> int | None:
     return int(found[1] or found[2]) if found else None
 
 
-def walked(model: Model, run: NodeRun, batch: Batch, on_node: Callable[[], object] | None = None) -> Made:
+def walked(model: Model, run: NodeRun, batch: Batch, on_node: Callable[[], object] | None = None) -> WalkValues:
     """The nodes of a run in float64, exactly and rounded, with the experts that the device chose."""
     walk = Walk(model, run.nodes, run.ctx)
     for step, device in zip(batch.steps, [*run.earlier, run.values], strict=True):
@@ -143,7 +143,7 @@ def walked(model: Model, run: NodeRun, batch: Batch, on_node: Callable[[], objec
     return made
 
 
-def sides(run: NodeRun, made: Made, batch: Batch, label: str, about: Mapping[str, Any]) -> tuple[Side, Side]:
+def sides(run: NodeRun, made: WalkValues, batch: Batch, label: str, about: Mapping[str, Any]) -> tuple[Side, Side]:
     """The device's run and the exact one, with what roundings should make of the first."""
     items = {i.name: i for i in items_of(run.nodes, run.graph) if i.tensor.name in run.values}
     used = len(batch.tokens)

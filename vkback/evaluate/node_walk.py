@@ -98,7 +98,7 @@ class Swap:
 
 
 @dataclass
-class Made:
+class WalkValues:
     """What a walk knows of the nodes: values by tensor, of the exact run and of the rounded one; swaps by name of the ids."""
 
     exact: dict[str, Array]
@@ -113,9 +113,9 @@ class Walk:
         self.model, self.nodes, self.ctx = model, nodes, ctx
         self._states: tuple[dict[str, Array], dict[str, Array]] = ({}, {})
 
-    def run(self, inputs: Mapping[str, Array], device: Mapping[str, Array], on_node: Callable[[], object] | None = None) -> Made:
+    def run(self, inputs: Mapping[str, Array], device: Mapping[str, Array], on_node: Callable[[], object] | None = None) -> WalkValues:
         """One batch. device: its values by tensor, of which the ids of experts count; on_node: called after each node."""
-        made = Made({**inputs, **self._states[0]}, {**inputs, **self._states[1]}, {})
+        made = WalkValues({**inputs, **self._states[0]}, {**inputs, **self._states[1]}, {})
         pair = (made.exact, made.rounded)
         for node in self.nodes:
             weights = Weights(self.model, node)
@@ -133,7 +133,7 @@ class Walk:
             kept.update({t.name: values[t.name] for n in self.nodes for t in n.outputs if t.kind == "state"})
         return made
 
-    def _note_swap(self, node: Node, ids: Tensor, taken: Array, weights: Weights, made: Made) -> None:
+    def _note_swap(self, node: Node, ids: Tensor, taken: Array, weights: Weights, made: WalkValues) -> None:
         """Where a device's experts are others: whether those may be taken for each other."""
         orders = [router_order(node, values, weights) for values in (made.exact, made.rounded)]
         own = np.argsort(-orders[0], axis=-1, kind="stable")[:, : taken.shape[-1]]

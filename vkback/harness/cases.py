@@ -26,13 +26,13 @@ def quick_cases() -> Iterator[Case]:
     return (case for op in OPS.values() for case in op.cases())
 
 
-PEER_LINES = Path(__file__).with_name("peer_cases.txt")
+GGML_LINES = Path(__file__).with_name("ggml_cases.txt")
 """Lines of llama.cpp's test-backend-ops: of those of each op, every sixteenth."""
 
 
-def peer_cases() -> Iterator[Case]:
+def ggml_cases() -> Iterator[Case]:
     """The cases of PEER_LINES, as far as this project has their ops."""
-    for line in PEER_LINES.read_text(encoding="utf-8").splitlines():
+    for line in GGML_LINES.read_text(encoding="utf-8").splitlines():
         if line.partition("(")[0] in OPS:
             yield find_case(line)
 
@@ -40,7 +40,7 @@ def peer_cases() -> Iterator[Case]:
 def full_cases() -> Iterator[Case]:
     """The quick set, then the cross product of each op's parameters, then lines of test-backend-ops; each line once."""
     seen: set[str] = set()
-    for source in (quick_cases(), *(op.full_cases() for op in OPS.values()), peer_cases()):
+    for source in (quick_cases(), *(op.full_cases() for op in OPS.values()), ggml_cases()):
         for case in source:
             line = case.line
             if line not in seen:

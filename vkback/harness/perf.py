@@ -18,7 +18,7 @@ from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import unseeded
 from vkback.ops.ggml_words import tensor_type
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.linear_cases import LIES, lie_elsewhere
+from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params
 from vkback.ops.matmul.linear_node import INT_QUANTS
 from vkback.ops.op import OPS
 from vkback.plan.cost.flops import main_kernel
@@ -48,7 +48,7 @@ def groups(cases: Iterable[Case]) -> Iterator[list[Case]]:
 
     def key(case: Case) -> str:
         same = {k: v for k, v in unseeded(case.params).items() if k != "n"}
-        return f"{case.op} {same}" if OPS[case.op].shares_weights and not lie_elsewhere(case.params) else case.line
+        return f"{case.op} {same}" if OPS[case.op].shares_weights and not layout_params(case.params) else case.line
 
     return (list(group) for _, group in groupby(cases, key))
 
@@ -98,14 +98,14 @@ def time_cases(
             kernels.close()
 
 
-ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "amax", "seed", *LIES})
+ROUND_PARAMS = frozenset({"type_a", "type_b", "n_mats", "n_used", "b", "m", "n", "k", "amax", "seed", *LAYOUT_DEFAULTS})
 """A GEMV with others has a batch, a view, a route or a path of its own, which rounds do not have."""
 
 
 def has_rounds(case: Case, ctx: LowerContext) -> bool:
     """Whether the GEMV of a case can be one of a dependent chain, and the tables make its stages barrier-free."""
     p = case.params
-    usual = set(p) <= ROUND_PARAMS and not lie_elsewhere(p) and p.get("amax", 1.0) == 1.0 and not p.get("m_v")
+    usual = set(p) <= ROUND_PARAMS and not layout_params(p) and p.get("amax", 1.0) == 1.0 and not p.get("m_v")
     if not OPS[case.op].shares_weights or not usual or p.get("n") != 1 or tensor_type(p["type_a"]) not in INT_QUANTS:
         return False
     fits = p["m"] % max(32, QUANTS[tensor_type(p["type_a"])].block_values) == 0  # rounded to Q8_1, columns of the next GEMV

@@ -21,7 +21,7 @@ from threading import Thread
 from vkback.device import Device, Kernel
 from vkback.device.errors import DeviceLost, OutOfDeviceMemory
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import Verdict, judge, peer_limit
+from vkback.evaluate.judge import Verdict, ggml_limit, judge
 from vkback.harness.cases import context_of, find_case
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
@@ -154,7 +154,7 @@ class Suite:
         except (PlanError, OutOfDeviceMemory) as e:
             return Run(CaseResult(op=case.op, line=case.line, mode="test", supported=False, message=str(e)))
         except VkbackError as e:
-            return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=peer_limit(case.op)))
+            return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=str(e), peer_limit=ggml_limit(case.op)))
         except Exception as e:  # a fault of one op's Python must not take the other cases with it
             return Run(CaseResult(op=case.op, line=case.line, mode="test", passed=False, message=f"[{case.op}] {type(e).__name__}: {e}"))
 
@@ -173,7 +173,7 @@ def judged(case: Case, verdicts: dict[str, Verdict], tolerance: Tolerance) -> Ca
         worst=max((v.worst for v in verdicts.values()), default=0.0),
         tolerance_nmse=tolerance.nmse,
         tolerance_worst=tolerance.worst,
-        peer_limit=peer_limit(case.op),
+        peer_limit=ggml_limit(case.op),
     )
 
 

@@ -45,7 +45,7 @@ def beyond_range(names: Sequence[str], look: Callable[[str], Found]) -> list[str
     return []
 
 
-def told(found: Sequence[tuple[str, str]]) -> str:
+def overflow_message(found: Sequence[tuple[str, str]]) -> str:
     """One line of (name, type) of caches that `beyond_range` found: layer, what is beyond which type, and what to do."""
     parts = [(match[1], match[2], kind) for name, kind in found if (match := _NAME.fullmatch(name))]
     whats = " and ".join(f"{'keys' if which == 'k' else 'values'} are beyond {LARGEST[kind]:.0f}" for which, _, kind in parts)

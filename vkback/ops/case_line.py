@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from vkback.errors import VkbackError
 
-Made = TypeVar("Made")
+CaseT = TypeVar("CaseT")
 
 _LINE = re.compile(r"([A-Za-z]\w*)\s*\(([^()]*)\)", re.ASCII)
 _COMMA = re.compile(r",(?![^\[]*\])")
@@ -113,24 +113,24 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def call_with(
-    build: Callable[..., Made],
+    build: Callable[..., CaseT],
     params: Mapping[str, Any],
     *,
     op: str,
-    further: Collection[str],
+    extra_keys: Collection[str],
     only: Collection[str] = (),
     example: Callable[[], str],
-) -> Made:
+) -> CaseT:
     """build(**params), each parameter checked against its annotation: int, float, bool, str, a Literal or a tuple.
 
-    further  names that `build` takes as **keywords
+    extra_keys  names that `build` takes as **keywords
     only     names that a line may have, in their order; empty: all that `build` takes
     example  a whole line of the op, for messages
 
     Raises CaseLineError for a parameter that is unknown, missing or of another kind, and where `build` refuses the values.
     """
     signature = {n: p for n, p in inspect.signature(build).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    known = [*only] if only else [*signature, *further]
+    known = [*only] if only else [*signature, *extra_keys]
     hint = f"known are {', '.join(known)}; a whole case is {{}}"
     for name in params:
         if name not in known:

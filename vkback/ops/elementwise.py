@@ -248,11 +248,11 @@ class Binary(Op):
                 node = Node(self.name, (both, both), (y,), {"views": views})
                 return Problem(node, {"ab": rounded_to(kind, rng.uniform(0.5, 1.5, both.shape))})
             a = Tensor("a", kind, big, "input")
-            lies = (*small[:2], small[3], small[2]) if perm1 else small
-            bs = tuple(Tensor(f"b{i}" if i else "b", b_kind, lies, "input") for i in range(nf))
-            views = {1 + i: permuted(lies, (1, 0, 2, 3)) for i in range(nf)} if perm1 else {}
+            in_memory = (*small[:2], small[3], small[2]) if perm1 else small
+            bs = tuple(Tensor(f"b{i}" if i else "b", b_kind, in_memory, "input") for i in range(nf))
+            views = {1 + i: permuted(in_memory, (1, 0, 2, 3)) for i in range(nf)} if perm1 else {}
             values = {"a": rounded_to(kind, rng.uniform(-1, 1, big))}
-            values |= {b.name: rounded_to(b_kind, rng.uniform(0.5, 1.5, lies)) for b in bs}
+            values |= {b.name: rounded_to(b_kind, rng.uniform(0.5, 1.5, in_memory)) for b in bs}
             return Problem(Node(self.name, (a, *bs), (y,), {"views": views} if views else {}), values)
 
         shown = {"type": type_word(kind), "ne": ne_of(small), "nr": ne_of(times), "nf": nf, "perm1": perm1, "src_overlap": src_overlap}
@@ -337,13 +337,13 @@ UNARY: Mapping[str, Function] = {
 """Ops of one operand."""
 
 WITH_VIEWS = frozenset(UNARY) - {"SCALE", "CLAMP", "LEAKY_RELU", "SQR", "SQRT", "LOG", "SIN", "COS", "XIELU"}
-"""Those that the peer also asks of a view of x."""
+"""Those that ggml also asks of a view of x."""
 
 SIZES: Mapping[str, str] = {name: "ne_a" for name in (*WITH_VIEWS, "LEAKY_RELU")}
-"""What the peer calls the sizes, where it is not ne."""
+"""What ggml calls the sizes, where it is not ne."""
 
 EITHER = frozenset({"FLOOR", "CEIL", "ROUND", "TRUNC"})
-"""Those of which the peer has cases with `ne`, too, and then no view."""
+"""Those of which ggml has cases with `ne`, too, and then no view."""
 
 
 def _last_keys(name: str, sizes: str) -> tuple[str, ...]:
@@ -438,7 +438,7 @@ class Unary(Op):
         return self.case({SIZES.get(self.name, "ne"): ne_of(shape), **given})
 
     def case(self, params: Mapping[str, Any]) -> Case:
-        """Parameters are `type`, sizes `ne_a` or `ne`, `v` or `inplace` where the peer has them, and those of the function."""
+        """Parameters are `type`, sizes `ne_a` or `ne`, `v` or `inplace` where ggml has them, and those of the function."""
 
         def with_ne(*, type: str = "f32", ne: Shape, v: bool = False, inplace: bool = False, seed: int = 4, **given: float) -> Case:
             return self.build_case(type, ne, v=v, inplace=inplace, seed=seed, sizes="ne", **given)
@@ -447,10 +447,10 @@ class Unary(Op):
             return self.build_case(type, ne_a, v=v, inplace=False, seed=seed, sizes="ne_a", **given)
 
         sizes = "ne" if "ne" in params and self.name in EITHER else SIZES.get(self.name, "ne")
-        keys = ("type", sizes, *self.further, *_last_keys(self.name, sizes), "seed")
+        keys = ("type", sizes, *self.extra_keys, *_last_keys(self.name, sizes), "seed")
         build = with_ne if sizes == "ne" else with_ne_a
         example = lambda: self._of_shape((1, 4096)).line  # noqa: E731
-        return call_with(build, params, op=self.name, further=self.further, only=keys, example=example)
+        return call_with(build, params, op=self.name, extra_keys=self.extra_keys, only=keys, example=example)
 
     def build_case(
         self,
@@ -488,5 +488,5 @@ class Unary(Op):
 
 
 for _name, _function in UNARY.items():
-    _own = {"name": _name, "further": tuple(name for name, _ in _function.params), "__doc__": f"{_name}(x).", "__module__": __name__}
+    _own = {"name": _name, "extra_keys": tuple(name for name, _ in _function.params), "__doc__": f"{_name}(x).", "__module__": __name__}
     register(type(_name.title().replace("_", ""), (Unary,), _own))

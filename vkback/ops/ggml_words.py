@@ -55,8 +55,8 @@ ABSENT = frozenset(
 
 
 def tensor_type(word: str, key: str = "type") -> str:
-    """The name that tensors have ("Q4_K", "F32", "I64") of a type spelled as the peer does, or in any other case. Raises CaseLineError
-    for no type, PlanError for one that only the peer has."""
+    """The name that tensors have ("Q4_K", "F32", "I64") of a type spelled as ggml does, or in any other case. Raises CaseLineError
+    for no type, PlanError for one that only ggml has."""
     name = word.upper()
     if name in VALUE_BYTES or name in quants.QUANTS:
         return name
@@ -75,7 +75,7 @@ def one_of_types(word: str, takes: Collection[str], key: str = "type") -> str:
 
 
 def type_word(name: str) -> str:
-    """A type as the peer spells it: f32, q4_K, iq2_xxs."""
+    """A type as ggml spells it: f32, q4_K, iq2_xxs."""
     return f"{name[:-1].lower()}K" if name.endswith("_K") else name.lower()
 
 
@@ -97,7 +97,7 @@ def sized(shape: Shape) -> Shape:
 
 
 def ne_of(shape: Shape) -> Shape:
-    """The sizes of a shape as the peer prints them: four, the fastest axis first."""
+    """The sizes of a shape as ggml prints them: four, the fastest axis first."""
     return (*shape[::-1], *(1,) * (4 - len(shape)))
 
 

@@ -298,5 +298,5 @@ class Glu(Op):
 
 for _name in GLU:
     _own: dict[str, Any] = {"name": _name, "__doc__": f"{_name}(gate, up).", "__module__": __name__}
-    _own |= {"further": tuple(PARAMS.get(_name, ()))}
+    _own |= {"extra_keys": tuple(PARAMS.get(_name, ()))}
     register(type(_name.title().replace("_", ""), (Glu,), _own))

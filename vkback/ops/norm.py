@@ -38,7 +38,7 @@ WIDTHS = (1, 2, 31, 32, 33, 64, 100, 511, 512, 1023, 1024, 1025, 2048, 2880, 409
 
 
 OURS = ("scale", "out", "seed")
-"""Keys of every member that the peer does not have."""
+"""Keys of every member that ggml does not have."""
 
 
 class Norm(Op):

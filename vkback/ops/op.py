@@ -61,8 +61,8 @@ class Op(ABC):
     """An op of the graph: all that is particular to it. docs/adding_an_op.md shows one.
 
     name            as the graph and the lines of cases have it
-    peer_nmse       NMSE that llama.cpp's test-backend-ops (ggml 0.25) allows the op
-    further         names that `build_case` takes as **keywords
+    ggml_nmse       NMSE that llama.cpp's test-backend-ops (ggml 0.25) allows the op
+    extra_keys      names that `build_case` takes as **keywords
     keys            names of parameters that a line may have, where `build_case` serves several ops and takes more; empty: all that it takes
     weight_type     parameter of a case that holds the type of the op's weights; the support table counts each type apart
     shares_weights  it multiplies a stored weight by n tokens: cases that differ in the parameter n alone use the same weights
@@ -70,8 +70,8 @@ class Op(ABC):
     """
 
     name: ClassVar[str]
-    peer_nmse: ClassVar[float] = 1e-7
-    further: ClassVar[tuple[str, ...]] = ()
+    ggml_nmse: ClassVar[float] = 1e-7
+    extra_keys: ClassVar[tuple[str, ...]] = ()
     keys: ClassVar[tuple[str, ...]] = ()
     weight_type: ClassVar[str] = ""
     shares_weights: ClassVar[bool] = False
@@ -128,7 +128,7 @@ class Op(ABC):
     def case(self, params: Mapping[str, Any]) -> Case:
         """The case of parameters as its line prints them. Raises CaseLineError naming the parameter, what is known, and an example."""
         example = lambda: next(iter(self.cases())).line  # noqa: E731
-        return call_with(self.build_case, params, op=self.name, further=self.further, only=self.keys, example=example)
+        return call_with(self.build_case, params, op=self.name, extra_keys=self.extra_keys, only=self.keys, example=example)
 
     def unfused(self, node: Node) -> list[Node]:
         """The chain of plain nodes that makes the same outputs; empty where the op, or this node of it, is no fusion."""

@@ -104,7 +104,7 @@ class SoftMax(Op):
 
     name = "SOFT_MAX"
     formula = "soft_max(x)"
-    peer_nmse = 1e-6
+    ggml_nmse = 1e-6
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [self._logits_and_softmax(inputs, params)[-1]]

@@ -323,7 +323,7 @@ class Server:
         begin: Callable[[Any], Turn],
         turn: Turn,
         first: Chunk | Result | None,
-        further: Sequence[Any],
+        more_prompts: Sequence[Any],
         shape: replies.Shape,
         usage: bool,
         told: request_log.Told,
@@ -333,9 +333,9 @@ class Server:
         results: list[Result] = []
         found: Event | None = first
         try:
-            for index in range(1 + len(further)):
+            for index in range(1 + len(more_prompts)):
                 if index:
-                    turn = begin(further[index - 1])
+                    turn = begin(more_prompts[index - 1])
                     shape = shape.choice(index)
                     found = await _event_of(turn)
                 if shape.chat:

@@ -230,8 +230,8 @@ class ChatMessage(_Strict):
     def plain(self) -> dict[str, str]:
         """As templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        further = {"name": self.name, "reasoning_content": self.reasoning_content or None}
-        return {"role": self.role, "content": content} | {key: value for key, value in further.items() if value is not None}
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content or None}
+        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value is not None}
 
 
 class ChatRequest(_Sampling):
@@ -262,10 +262,10 @@ class ChatRequest(_Sampling):
         return options
 
 
-Asked = TypeVar("Asked", bound=BaseModel)
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """Raises BadRequest naming a field that is wrong, what was expected, and what came."""
     try:
         return kind.model_validate_json(body)

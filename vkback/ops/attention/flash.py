@@ -141,7 +141,7 @@ def shape_for(
         wg //= 2
 
 
-def further(node: Node) -> list[tuple[str, Tensor]]:
+def optional_inputs(node: Node) -> list[tuple[str, Tensor]]:
     """Optional inputs of a FLASH_ATTN_EXT by role: sinks, q_pe. Raises PlanError where a Q in two parts is no head of K."""
     rest = list(node.inputs[4:])
     q_pe = rest.pop() if node.params.get("split_q") else None
@@ -254,7 +254,7 @@ def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], t
 
 def prompt_job(node: Node) -> attention_prompt.PromptJob:
     q, cache_k, cache_v, pos, *_ = node.inputs
-    extra = dict(further(node))
+    extra = dict(optional_inputs(node))
     window = int(node.params.get("window", 0))
     return attention_prompt.PromptJob(
         q,
@@ -293,7 +293,7 @@ class FlashAttnExt(FlashCases):
     """Attention of n tokens over the cache; see the module's text."""
 
     name = "FLASH_ATTN_EXT"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
 
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         """Products with views of the cached rows, and a softmax under a mask between them (attention_chain.py); none with sinks, or where
@@ -364,7 +364,7 @@ class FlashAttnExt(FlashCases):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, cache_k, cache_v, pos = node.inputs[:4]
         n, n_head = q.shape[:2]
-        extra = further(node)
+        extra = optional_inputs(node)
         choice = choice_of(node, ctx)
         if choice.shape is not None:
             return [attention_prompt.lower(prompt_job(node), choice.shape, ctx.caps, choice.source)]
@@ -380,8 +380,8 @@ class AttnDecode(DecodeCases):
     """Norm, RoPE, cache store and attention of one token; see the module's text."""
 
     name = "ATTN_DECODE"
-    peer_nmse = 5e-4
-    further = FREQUENCY
+    ggml_nmse = 5e-4
+    extra_keys = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         qkv, pos, cache_k, cache_v, *rest = inputs

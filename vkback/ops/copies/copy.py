@@ -16,7 +16,7 @@ from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import copy_cases, encode
-from vkback.ops.copies.boxes import EXACT, box_copy
+from vkback.ops.copies.strided import EXACT, strided_copy
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.general import copy_dispatch, permuted, random_values, stored_tolerance
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, tensor_type, type_word
@@ -93,13 +93,13 @@ class Convert(Op):
             if "to" not in node.params and (y.type == "F32" or (y.type == "F16" and source.shape[-1] % 2 == 0)):
                 return [self._decoded(node, ctx, source)]
             copies, floats = as_floats(node, ctx, x, source)
-            return [*copies, *anyhow(node, ctx, floats, View.whole(floats.shape), y, target)]
+            return [*copies, *copy_strided(node, ctx, floats, View.whole(floats.shape), y, target)]
         if (x.type, y.type) in PAIRS and whole and x.elements % 2 == 0 and x.type != "I32":
             return [self._in_pairs(node, ctx)]
         alike = len({"view", "to"} & set(node.params)) < 2 or source.shape == target.shape
         if (x.type, y.type) in PAIRS and alike and (y.type != "F16" or in_pairs(node, source, target)):
-            return [self._boxed(node, ctx, source, target)]
-        return anyhow(node, ctx, x, source, y, target)
+            return [self._lower_strided(node, ctx, source, target)]
+        return copy_strided(node, ctx, x, source, y, target)
 
     def _in_pairs(self, node: Node, ctx: LowerContext) -> Dispatch:
         x, y = node.inputs[0], node.outputs[0]
@@ -108,7 +108,7 @@ class Convert(Op):
         defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
         return by_threads(node, ctx, "copy/convert.comp", (Arg(x), Arg(y, "w")), (pairs,), pairs, defines, choice=choice)
 
-    def _boxed(self, node: Node, ctx: LowerContext, source: View, target: View) -> Dispatch:
+    def _lower_strided(self, node: Node, ctx: LowerContext, source: View, target: View) -> Dispatch:
         """Whichever side is whole takes the other's shape."""
         x, y = node.inputs[0], node.outputs[0]
         if "view" not in node.params:
@@ -116,7 +116,7 @@ class Convert(Op):
         elif "to" not in node.params:
             target = View.whole(source.shape)
         source, target = source.four(), target.four()
-        return box_copy(
+        return strided_copy(
             node, ctx, x, y, source.shape, source.shape, source.strides, target.strides, x_offset=source.offset, y_offset=target.offset
         )
 
@@ -203,8 +203,8 @@ class Convert(Op):
 
     def case(self, params: Mapping[str, Any]) -> Case:
         """Lines of test-backend-ops have other parameters than those of views: see copy_cases."""
-        peer = copy_cases.peer_case(self.name, params)
-        return peer if peer is not None else super().case(params)
+        copy_case = copy_cases.ggml_case(self.name, params)
+        return copy_case if copy_case is not None else super().case(params)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         x, y = node.inputs[0], node.outputs[0]
@@ -228,7 +228,7 @@ def in_pairs(node: Node, source: View, target: View) -> bool:
     return into.strides[3] == 1 and not any(s % 2 for s in (source.elements, into.offset, into.shape[3], *into.strides[:3]))
 
 
-def anyhow(node: Node, ctx: LowerContext, x: Tensor, source: View, y: Tensor, target: View) -> list[Dispatch]:
+def copy_strided(node: Node, ctx: LowerContext, x: Tensor, source: View, y: Tensor, target: View) -> list[Dispatch]:
     """A copy between any plain types and views. Where their shapes differ, values go in the order in which either counts them."""
     if source.shape == target.shape or target == View.whole(y.shape):
         whole = target == View.whole(y.shape)
@@ -293,7 +293,7 @@ class Cpy(Convert):
 
     name = "CPY"
     formula = "x->y"
-    peer_nmse = 1e-6
+    ggml_nmse = 1e-6
 
     def cases(self) -> Iterator[Case]:
         yield from super().cases()
@@ -347,7 +347,7 @@ class Cont(Convert):
                 yield self.line_case(type, ne, use_view_slice=True)
 
     def case(self, params: Mapping[str, Any]) -> Case:
-        return call_with(self.line_case, params, op=self.name, further=(), example=lambda: next(self.cases()).line)
+        return call_with(self.line_case, params, op=self.name, extra_keys=(), example=lambda: next(self.cases()).line)
 
     def line_case(
         self, type: str = "f32", ne: Shape = (10, 10, 10, 1), use_view_slice: bool = False, permute: Four = (0, 0, 0, 0), seed: int = 29

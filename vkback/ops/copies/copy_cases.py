@@ -21,12 +21,12 @@ NONE = (0, 0, 0, 0)
 """What a line has for no permutation."""
 
 
-def peer_case(op: str, params: Mapping[str, Any]) -> Case | None:
+def ggml_case(op: str, params: Mapping[str, Any]) -> Case | None:
     """The case of a line of test-backend-ops; None for parameters of views, which this project's own cases have."""
     if op == "CPY" and "ne_src" in params:
-        return call_with(cpy_case, params, op=op, further=(), example=lambda: cpy_case().line)
+        return call_with(cpy_case, params, op=op, extra_keys=(), example=lambda: cpy_case().line)
     if op == "DUP":
-        return call_with(dup_case, params, op=op, further=(), example=lambda: dup_case().line)
+        return call_with(dup_case, params, op=op, extra_keys=(), example=lambda: dup_case().line)
     return None
 
 

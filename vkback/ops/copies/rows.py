@@ -16,7 +16,7 @@ from vkback.ops.cache import QUANTIZED, as_stored, store_units, stored_tolerance
 from vkback.ops.case import Array, Case, Problem, Rounded, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
-from vkback.ops.copies import set_rows as rows_anyhow
+from vkback.ops.copies import set_rows as strided_rows
 from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.family import declare
@@ -111,13 +111,13 @@ class SetRows(Op):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x, pos, cache = inputs
         if cache.ndim == 4:
-            return [rows_anyhow.reference(x, pos, cache)]
+            return [strided_rows.reference(x, pos, cache)]
         return [set_rows(as_stored(params["type"], x) if "type" in params else x, pos, cache)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, cache = node.inputs
         if len(cache.shape) == 4:
-            return rows_anyhow.lower(node, ctx)
+            return strided_rows.lower(node, ctx)
         if cache.type in QUANTIZED:
             return [store_units(node, ctx)]
         heads, n_ctx, dim = cache.shape
@@ -150,7 +150,7 @@ class SetRows(Op):
             yield self.build_case((4, 2, 96), (15, -1, 2, 16), "F32", kind)
         for kind, first in (("F16", 1e6), ("F32", 1e30), ("Q8_0", 1e8), ("Q4_0", 1e7)):
             yield self.build_case((3, 2, 96), (15, 1, 2), "F32", kind, first)
-        yield from rows_anyhow.cases()
+        yield from strided_rows.cases()
 
     def full_cases(self) -> Iterator[Case]:
         some: tuple[Shape, ...] = ((0,), (15,), (3, 4, 5), (9, -1, 2), (16, 1), tuple(range(15, -1, -1)))
@@ -161,7 +161,7 @@ class SetRows(Op):
             yield self.build_case((len(pos), 2, dim), pos, *types)
         for kind, dim, pos in product(QUANTIZED, (32, 64, 128), few):
             yield self.build_case((len(pos), 2, dim), pos, "F32", kind)
-        yield from rows_anyhow.full_cases()
+        yield from strided_rows.full_cases()
 
     def build_case(
         self, ne: tuple[int, int, int], pos: Shape, type_src: str = "F32", type_dst: str = "F16", first: float = 1.0, seed: int = 19
@@ -196,17 +196,19 @@ class SetRows(Op):
     def case(self, params: Mapping[str, Any]) -> Case:
         """A line of test-backend-ops, which has row ids of a type, is one of a cache of four axes."""
         if "type_idx" in params:
-            return call_with(rows_anyhow.set_rows_case, params, op=self.name, further=(), example=lambda: rows_anyhow.set_rows_case().line)
+            return call_with(
+                strided_rows.set_rows_case, params, op=self.name, extra_keys=(), example=lambda: strided_rows.set_rows_case().line
+            )
         return super().case(params)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         cache = node.inputs[2]
         if len(cache.shape) == 4:
-            return rows_anyhow.tolerance(node)
+            return strided_rows.tolerance(node)
         return F16_TOLERANCE if cache.type == "F16" else stored_tolerance(cache.type)
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
-        return rows_anyhow.rounded(inputs, node) if len(node.inputs[2].shape) == 4 else None
+        return strided_rows.rounded(inputs, node) if len(node.inputs[2].shape) == 4 else None
 
 
 @register

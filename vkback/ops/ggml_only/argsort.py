@@ -98,7 +98,7 @@ class ArgSort(Op):
 
     name = "ARGSORT"
     arithmetic = moves_values
-    peer_nmse = 0.0
+    ggml_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [_order(inputs[0], descending=params["order"] == "desc")]
@@ -143,7 +143,7 @@ class TopK(Op):
 
     name = "TOP_K"
     arithmetic = moves_values
-    peer_nmse = 0.0
+    ggml_nmse = 0.0
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [_order(inputs[0], descending=True)[..., : params["k"]]]

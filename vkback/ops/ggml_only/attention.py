@@ -58,7 +58,7 @@ class Attention(Op):
     """Attention of queries over K and V under a mask; see the module's text."""
 
     name = "ATTENTION"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, k, v = (np.asarray(x, np.float64) for x in inputs[:3])

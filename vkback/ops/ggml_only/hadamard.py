@@ -18,7 +18,7 @@ from vkback.ops.general import is_general, lower_general
 from vkback.ops.ggml_words import FLOATS, Four, one_of_types, sized, type_word
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.linear_cases import LIES
+from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS
 from vkback.ops.op import Op, register
 
 RADIX_BITS = 4
@@ -31,7 +31,7 @@ class MulMatHadamard(Op):
     symmetric and its own inverse. k is a power of two. The matrix is no operand: its values are (-1)^(ones of row & column)."""
 
     name = "MUL_MAT_HADAMARD"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         x = np.asarray(inputs[0], np.float64)
@@ -86,8 +86,8 @@ class MulMatHadamard(Op):
         kind = one_of_types(type_b, FLOATS, "type_b")
         if m != k or k < 1 or k & (k - 1) or min(n, *bs, *nr) < 1:
             raise CaseLineError(f"{self.name}: m={m}, n={n}, k={k}, bs={list(bs)}: expected m = k, a power of two, and others from 1")
-        lies = {"nr": nr, "per": per, "k_v": k_v, "o": o, "src_overlap": src_overlap, "m_v": m_v, "pad": pad}
-        odd = [key for key, value in lies.items() if value != LIES[key]]
+        layout = {"nr": nr, "per": per, "k_v": k_v, "o": o, "src_overlap": src_overlap, "m_v": m_v, "pad": pad}
+        odd = [key for key, value in layout.items() if value != LAYOUT_DEFAULTS[key]]
         if odd:
             raise PlanError(f"{', '.join(odd)}: here the matrix is no operand, and rows lie one after the other")
         shape = sized((bs[1], bs[0], n, k))
@@ -96,7 +96,7 @@ class MulMatHadamard(Op):
             x = Tensor("x", kind, shape, "input")
             return Problem(Node(self.name, (x,), (Tensor("y", "F32", shape),)), {"x": numbers(x, rng, 1.0)})
 
-        shown = {"type_a": "f32", "type_b": type_word(kind), "m": m, "n": n, "k": k, "bs": bs, **lies, "seed": seed}
+        shown = {"type_a": "f32", "type_b": type_word(kind), "m": m, "n": n, "k": k, "bs": bs, **layout, "seed": seed}
         return Case(self.name, shown, make, seed)
 
     def cases(self) -> Iterator[Case]:

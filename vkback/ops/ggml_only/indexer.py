@@ -28,7 +28,7 @@ class LightningIndexer(Op):
     F32 [s, 1, n, rows]: of each row the weighted sum over heads of max(q . k, 0), plus the mask, which repeats over s."""
 
     name = "LIGHTNING_INDEXER"
-    peer_nmse = 1e-6
+    ggml_nmse = 1e-6
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, k, weights, mask = (np.asarray(x, np.float64) for x in inputs)

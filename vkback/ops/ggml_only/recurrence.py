@@ -108,13 +108,13 @@ class Recurrence(Op):
         for shape in (*shapes.values(), after):
             sized(shape)
         views: dict[int, View] = {}
-        lies = dict(shapes)
+        in_memory = dict(shapes)
         if order:
             for i, name in ((1, "r"), (2, "k"), (3, "v")):
-                lies[name], views[i] = laid_out(shapes[name], order)
+                in_memory[name], views[i] = laid_out(shapes[name], order)
 
         def make(rng: np.random.Generator) -> Problem:
-            inputs = tuple(Tensor(name, "F32", shape, "input") for name, shape in lies.items())
+            inputs = tuple(Tensor(name, "F32", shape, "input") for name, shape in in_memory.items())
             outputs = (Tensor("y", "F32", rows), Tensor("after", "F32", after))
             node = Node(self.name, inputs, outputs, {**params, "views": views} if views else params)
             return Problem(node, {t.name: self.values(t.name, t.shape, rng).astype(np.float32) for t in inputs})
@@ -203,7 +203,7 @@ class RwkvWkv7(_Plain):
     function = 2
     own = ("a", "b")
     by_value = True
-    peer_nmse = 5e-3
+    ggml_nmse = 5e-3
 
     def step(self, s: Array, r: Array, k: Array, v: Array, w: Array, own: Sequence[Array], scale: float) -> tuple[Array, Array]:
         a, b = own

@@ -173,7 +173,7 @@ class RopeExt(Op):
         *,
         back: bool = False,
     ) -> Case:
-        """Positions below n_ctx; fs, ef, af: freq_scale, ext_factor and attn_factor, YaRN's context being nothing, as the peer has it. ff:
+        """Positions below n_ctx; fs, ef, af: freq_scale, ext_factor and attn_factor, YaRN's context being nothing, as ggml has it. ff:
         with frequency factors. v: x is a view of a larger tensor, of the first of its values (1) or between others (2). n_dims of vision
         counts all values that are rotated."""
         kind, shape = one_of_types(type, ("F32", "F16", "BF16")), shape_of(ne_a, "ne_a")
@@ -298,7 +298,7 @@ class RopeBack(RopeExt, Gradient):
         ) -> Case:
             return self.build_case(type, ne_a, n_dims, mode, n_ctx, fs, ef, af, ff, v, inplace, n_offs, seed, back=True)
 
-        return call_with(build, params, op=self.name, further=(), example=lambda: next(self.cases()).line)
+        return call_with(build, params, op=self.name, extra_keys=(), example=lambda: next(self.cases()).line)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case("f32", (24, 3, 5, 2), 24, 24, af=1.0, ff=True, back=True)

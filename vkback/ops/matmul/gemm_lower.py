@@ -72,7 +72,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     elif shape.kernel == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
         before += quantize_dispatch(node.x, x, ctx)
-    target, behind = _behind(node, shape, ctx)
+    target, after = _after_gemm(node, shape, ctx)
     params = node.node.params
     clamped = node.glu and "limit" in params
     job = Gemm(
@@ -102,7 +102,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     )
     kernels = gemm_reg.lower(job, shape, caps) if shape.kernel == "coop_reg" else lower(job, shape, caps)
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
-    return [*before, *dispatches, *behind]
+    return [*before, *dispatches, *after]
 
 
 def _lower_heads(node: LinearNode, shape: GemmShape, source: str, ctx: LowerContext) -> list[Dispatch]:
@@ -131,11 +131,11 @@ def _lower_heads(node: LinearNode, shape: GemmShape, source: str, ctx: LowerCont
     target = dataclasses.replace(plain, shape=(slots, node.m))
     job = Gemm(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name, pairs=_in_pairs(node.w, ctx))
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
-    behind = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
+    after = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
     own = {t.name: t for t in (node.x, plain)}
     return [
         dataclasses.replace(d, args=tuple(dataclasses.replace(a, tensor=own.get(a.tensor.name, a.tensor)) for a in d.args))
-        for d in [*before, *dispatches, *behind]
+        for d in [*before, *dispatches, *after]
     ]
 
 
@@ -143,22 +143,22 @@ def _in_pairs(w: Tensor, ctx: LowerContext) -> bool:
     return in_pairs(w.type, w.shape[-1], ctx.tuning)
 
 
-def _behind(node: LinearNode, shape: GemmShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:
+def _after_gemm(node: LinearNode, shape: GemmShape, ctx: LowerContext) -> tuple[Tensor, list[Dispatch]]:
     """Where the GEMM stores, and the dispatches that make the node's output of it: the sum over experts, gelu without GLU, rounding to
     Q8_1."""
     name, y = node.node.name, node.y
     activates = node.gelu and not node.glu
     rounds = y.type == "Q8_1" and (shape.kernel != "int_dot" or activates or node.experts == "summed")
     final = Tensor(f"{name}.f32", "F32", y.shape) if rounds else y
-    behind: list[Dispatch] = []
+    after: list[Dispatch] = []
     target = final
     if activates:
         target = Tensor(f"{name}.plain", "F32", y.shape)
-        behind += OPS["GELU"].lower(Node("GELU", (target,), (final,)), ctx)
+        after += OPS["GELU"].lower(Node("GELU", (target,), (final,)), ctx)
     if node.experts == "summed":
         target = Tensor(f"{name}.slots", "F32", (node.n, node.n_used, node.m >> node.glu))
         terms = [target, node.extra["expert_weights"], *([node.extra["residual"]] if "residual" in node.extra else [])]
-        behind += OPS["MOE_REDUCE"].lower(Node("MOE_REDUCE", tuple(terms), (final,)), ctx)
+        after += OPS["MOE_REDUCE"].lower(Node("MOE_REDUCE", tuple(terms), (final,)), ctx)
     if final is not y:
-        behind += quantize_dispatch(final, y, ctx)
-    return target, behind
+        after += quantize_dispatch(final, y, ctx)
+    return target, after

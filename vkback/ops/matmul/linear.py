@@ -105,7 +105,7 @@ class Linear(Op):
     """The fused form; the roles are in vkback/ops/matmul/linear_node.py."""
 
     name = "LINEAR"
-    peer_nmse = 5e-3  # of its MUL_MAT_VEC_FUSION
+    ggml_nmse = 5e-3  # of its MUL_MAT_VEC_FUSION
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

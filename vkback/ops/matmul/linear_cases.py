@@ -32,13 +32,13 @@ MATRICES: dict[str, Any] = {"kernel": "coop_mat", "tile_m": 64, "tile_n": 16, "s
 REGISTERS: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 16, "tile_n": 8, "warp_m": 8, "slice_k": 2}
 """The same with weights decoded in registers, where the order of rows is known."""
 
-LIES = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
+LAYOUT_DEFAULTS = {"bs": (1, 1), "nr": (1, 1), "per": (0, 1, 2, 3), "k_v": 0, "o": 1, "src_overlap": 0, "m_v": 0, "pad": 0}
 """Parameters of MUL_MAT and MUL_MAT_ID that say how operands lie in memory, with the values that GEMVs of models have."""
 
 
-def lie_elsewhere(params: Mapping[str, Any]) -> list[str]:
+def layout_params(params: Mapping[str, Any]) -> list[str]:
     """Parameters that give the operands a non-default memory layout."""
-    return [key for key, value in params.items() if value != {**LIES, "plain": 0}.get(key, value)]
+    return [key for key, value in params.items() if value != {**LAYOUT_DEFAULTS, "plain": 0}.get(key, value)]
 
 
 # -- parameters that all of them have
@@ -105,7 +105,7 @@ def mul_mat_case(quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act
         node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
         return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
 
-    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **LIES, "seed": seed}
+    params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **LAYOUT_DEFAULTS, "seed": seed}
     return with_x(_scaled(Case("MUL_MAT", params, make, seed), amax), type_b, act, [])
 
 
@@ -338,4 +338,4 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         )
         return with_sentinels(case) if sentinels else case
 
-    return call_with(build, params, op="LINEAR", further=(), example=lambda: fused_case("Q4_K", 96, 512, 1, ("residual",)).line)
+    return call_with(build, params, op="LINEAR", extra_keys=(), example=lambda: fused_case("Q4_K", 96, 512, 1, ("residual",)).line)

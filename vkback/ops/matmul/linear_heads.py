@@ -47,7 +47,7 @@ class LinearHeads(Op):
     """See the module's text."""
 
     name = "LINEAR_HEADS"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

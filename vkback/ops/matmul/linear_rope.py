@@ -54,7 +54,7 @@ class LinearRopeSetRows(Op):
     """
 
     name = "LINEAR_ROPE_SET_ROWS"
-    further = FREQUENCY
+    extra_keys = FREQUENCY
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

@@ -49,7 +49,7 @@ class _Plain(Op):
     """MUL_MAT and MUL_MAT_ID: the fused op with no fusion."""
 
     roles: tuple[str, ...]
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
     weight_type = "type_a"
     shares_weights = True
     formula = "X*Y"
@@ -224,7 +224,7 @@ class MulMat(_Plain):
         act, amax    as of a weight times some tokens (`mul_mat_case`)
         """
         quant = known_type(type_a)
-        lies = _Lies((bs[1], bs[0]), (nr[1], nr[0]), per, k_v, src_overlap, m_v, pad)
+        layout = _OperandLayout((bs[1], bs[0]), (nr[1], nr[0]), per, k_v, src_overlap, m_v, pad)
         try:
             quants.row_bytes(quant, k)
             quants.row_bytes(quant, max(k, k_v) + pad)
@@ -232,13 +232,13 @@ class MulMat(_Plain):
             raise CaseLineError(f"MUL_MAT: {e}") from e
         if min(m, n, k, *bs, *nr, o) < 1 or o > 16:
             raise CaseLineError(f"MUL_MAT: m={m}, n={n}, k={k}, bs={list(bs)}, nr={list(nr)}, o={o}: expected all from 1, o up to 16")
-        sized((*lies.batch, m, k))
-        sized((*lies.batch, *lies.repeat, n, max(m, k)))
-        if (lies, o, plain) == (_Lies(), 1, False) and type_b in ("f32", "q8_1"):
+        sized((*layout.batch, m, k))
+        sized((*layout.batch, *layout.repeat, n, max(m, k)))
+        if (layout, o, plain) == (_OperandLayout(), 1, False) and type_b in ("f32", "q8_1"):
             return mul_mat_case(quant, m, n, k, type_b=type_b, act=act, amax=amax, seed=seed)
         if amax != 1.0:
             raise PlanError(f"amax={amax}: only of a weight of two axes times some tokens")
-        return _anyhow(quant, m, n, k, lies, o=o, plain=plain, type_b=type_b, act=act, seed=seed)
+        return _strided_case(quant, m, n, k, layout, o=o, plain=plain, type_b=type_b, act=act, seed=seed)
 
 
 def _products(node: Node) -> list[Node]:
@@ -384,8 +384,8 @@ def with_rows_between(case: Case, m_v: int) -> Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lies:
-    """How the operands of a batched MUL_MAT lie in memory; see `MulMat.build_case`. batch and repeat with the slower axis first."""
+class _OperandLayout:
+    """Layout in memory of the operands of a batched MUL_MAT; see `MulMat.build_case`. batch and repeat with the slower axis first."""
 
     batch: tuple[int, int] = (1, 1)
     repeat: tuple[int, int] = (1, 1)
@@ -395,7 +395,7 @@ class _Lies:
     m_v: int = 0
     pad: int = 0
 
-    def checked(self, m: int, k: int) -> _Lies:
+    def checked(self, m: int, k: int) -> _OperandLayout:
         """Raises CaseLineError."""
         if sorted(self.per) != [0, 1, 2, 3]:
             raise CaseLineError(f"MUL_MAT: per=[{','.join(map(str, self.per))}]: expected an order of 0 to 3")
@@ -413,30 +413,32 @@ class _Lies:
         return sized(inner), View(0, shape, view.strides)
 
 
-def _anyhow(quant: str, m: int, n: int, k: int, lies: _Lies, *, o: int, plain: bool, type_b: str, act: str, seed: int) -> Case:
-    lies.checked(m, k)
-    if type_b == "q8_1" and (o > 1 or lies.src_overlap):
-        raise PlanError(f"type_b=q8_1 with o={o}, src_overlap={lies.src_overlap}: quantized activations come in one tensor of their own")
+def _strided_case(
+    quant: str, m: int, n: int, k: int, layout: _OperandLayout, *, o: int, plain: bool, type_b: str, act: str, seed: int
+) -> Case:
+    layout.checked(m, k)
+    if type_b == "q8_1" and (o > 1 or layout.src_overlap):
+        raise PlanError(f"type_b=q8_1 with o={o}, src_overlap={layout.src_overlap}: quantized activations come in one tensor of their own")
     x_type = "F32" if type_b == "q8_1" else one_of_types(type_b, FLOATS, "type_b")
-    w_shape = (*lies.batch, m, k)
-    x_shape = (lies.batch[0] * lies.repeat[0], lies.batch[1] * lies.repeat[1], n, k)
-    w_inner, w_view = lies.viewed(w_shape, lies.m_v or m, (lies.k_v or k) + lies.pad)
-    x_inner, x_view = lies.viewed(x_shape, n, lies.k_v or k)
-    moved = w_view != View.whole(w_shape) or x_view != View.whole(x_shape) or bool(lies.src_overlap)
+    w_shape = (*layout.batch, m, k)
+    x_shape = (layout.batch[0] * layout.repeat[0], layout.batch[1] * layout.repeat[1], n, k)
+    w_inner, w_view = layout.viewed(w_shape, layout.m_v or m, (layout.k_v or k) + layout.pad)
+    x_inner, x_view = layout.viewed(x_shape, n, layout.k_v or k)
+    moved = w_view != View.whole(w_shape) or x_view != View.whole(x_shape) or bool(layout.src_overlap)
     bare = plain or (moved and quant in FLOATS)
     if plain and quant not in FLOATS:
         raise PlanError(f"plain=1 with type_a={type_word(quant)}: quantized values are always a weight")
-    if lies.src_overlap and (quant != x_type or o > 1):
+    if layout.src_overlap and (quant != x_type or o > 1):
         raise PlanError(f"src_overlap=1 with type_a={type_word(quant)}, type_b={type_b}, o={o}: operands overlap that have one type")
     if moved and quant not in FLOATS and w_view.strides[3] != 1:
-        raise PlanError(f"per={list(lies.per)} with type_a={type_word(quant)}: rows of quantized values cannot be taken apart")
+        raise PlanError(f"per={list(layout.per)} with type_a={type_word(quant)}: rows of quantized values cannot be taken apart")
     start = prod(w_inner) // 2
     joint = sized((max(prod(w_inner), start + prod(x_inner)),))
 
     def make(rng: np.random.Generator) -> Problem:
         y_shape = (*x_shape[:2], n, m)
         ys = tuple(Tensor(f"y{i}" if i else "y", "F32", y_shape) for i in range(o))
-        if lies.src_overlap:
+        if layout.src_overlap:
             both = Tensor("wx", quant, joint, "input")
             views = {"w_view": w_view, "x_view": View(start, x_view.shape, x_view.strides)}
             return Problem(Node("MUL_MAT", (both, both), ys, views), {"wx": random_values(quant, joint, rng)})
@@ -458,14 +460,14 @@ def _anyhow(quant: str, m: int, n: int, k: int, lies: _Lies, *, o: int, plain: b
         "m": m,
         "n": n,
         "k": k,
-        "bs": lies.batch[::-1],
-        "nr": lies.repeat[::-1],
-        "per": lies.per,
-        "k_v": lies.k_v,
+        "bs": layout.batch[::-1],
+        "nr": layout.repeat[::-1],
+        "per": layout.per,
+        "k_v": layout.k_v,
         "o": o,
-        "src_overlap": lies.src_overlap,
-        "m_v": lies.m_v,
-        "pad": lies.pad,
+        "src_overlap": layout.src_overlap,
+        "m_v": layout.m_v,
+        "pad": layout.pad,
     }
     shown |= {"plain": 1} if plain else {}
     return with_x(Case("MUL_MAT", {**shown, "seed": seed}, make, seed), "f32" if type_b == "bf16" else type_b, act, [])
@@ -494,8 +496,8 @@ def batched_case(
     """
     order = order or (0, 1, 2, 3)
     per = cast(Four, tuple(3 - order[3 - i] for i in range(4)))
-    lies = _Lies(batch, repeat, per, k + gap if gap else 0)
-    return _anyhow(quant, m, n, k, lies, o=1, plain=plain, type_b=type_b, act=act, seed=seed)
+    layout = _OperandLayout(batch, repeat, per, k + gap if gap else 0)
+    return _strided_case(quant, m, n, k, layout, o=1, plain=plain, type_b=type_b, act=act, seed=seed)
 
 
 def full_batched() -> Iterator[Case]:

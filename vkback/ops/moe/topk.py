@@ -87,7 +87,7 @@ class Argmax(Op):
     """See the module's text."""
 
     name = "ARGMAX"
-    peer_nmse = 0.0
+    ggml_nmse = 0.0
     arithmetic = moves_values
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

@@ -88,7 +88,7 @@ class SsmConv(Op):
         """A line of test-backend-ops, which has sizes `ne_a`, is one of several sequences."""
         if "ne_a" not in params:
             return super().case(params)
-        return call_with(ssm_sequences.conv_case, params, op=self.name, further=(), example=lambda: ssm_sequences.conv_case().line)
+        return call_with(ssm_sequences.conv_case, params, op=self.name, extra_keys=(), example=lambda: ssm_sequences.conv_case().line)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         if "sequences" in node.params:

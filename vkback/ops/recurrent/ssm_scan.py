@@ -108,7 +108,7 @@ def scanned(xbc: Array, zx: Array, a: Array, d: Array, dt_bias: Array, pos: Arra
 class _Scan(Op):
     """What both ops share."""
 
-    peer_nmse = 2e-7  # of its SSM_SCAN
+    ggml_nmse = 2e-7  # of its SSM_SCAN
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(
@@ -200,7 +200,7 @@ class SsmScan(_Scan):
         """A line of test-backend-ops, which has `n_seqs`, is one of several sequences."""
         if "n_seqs" not in params:
             return super().case(params)
-        return call_with(ssm_sequences.scan_case, params, op=self.name, further=(), example=lambda: ssm_sequences.scan_case().line)
+        return call_with(ssm_sequences.scan_case, params, op=self.name, extra_keys=(), example=lambda: ssm_sequences.scan_case().line)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return ssm_sequences.TOLERANCE if "sequences" in node.params else super().tolerance(node, ctx)

@@ -39,7 +39,7 @@ class MlaRopeSetRows(Op):
     """See the module's text."""
 
     name = "MLA_ROPE_SET_ROWS"
-    further = FREQUENCY
+    extra_keys = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, kv, third, pos, *rest = inputs

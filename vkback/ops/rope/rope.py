@@ -141,7 +141,7 @@ class Rope(Op):
 
     name = "ROPE"
     formula = "rope(x)"
-    further = FREQUENCY
+    extra_keys = FREQUENCY
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value that is rotated two products, half of the two that give its pair's angle, and one of the pair's sine and cosine; of a
@@ -235,7 +235,7 @@ class RopeAngles(Op):
     rotates each pair of dimensions, times its magnitude."""
 
     name = "ROPE_ANGLES"
-    further = FREQUENCY
+    extra_keys = FREQUENCY
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Two products, a sine and a cosine for each pair, and the division by its frequency factor."""
@@ -315,7 +315,7 @@ class QkvRopeSetRows(Op):
     """
 
     name = "QKV_ROPE_SET_ROWS"
-    further = FREQUENCY
+    extra_keys = FREQUENCY
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         if params["packed"]:

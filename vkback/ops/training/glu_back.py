@@ -136,7 +136,7 @@ class SiluBack(_ActivationBack):
     def build_case(  # type: ignore[override]
         self, type: str = "f32", ne: Shape = (64, 5, 4, 3), eps: float = 1e-6, inplace: bool = False, size: float = 4.0, seed: int = 5
     ) -> Case:
-        """eps stands in the peer's lines and means nothing to this op; see the base's."""
+        """eps stands in ggml's lines and means nothing to this op; see the base's."""
         one_of_types(type, ("F32",))
         shape = shape_of(ne)
         shown = {"type": "f32", "ne": ne_of(shape), "eps": eps, "inplace": int(inplace), "size": size, "seed": seed}

@@ -46,7 +46,7 @@ class MulMatBack(Gradient):
     of any type."""
 
     name = "MUL_MAT_BACK"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
     weight_type = "type_a"
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:

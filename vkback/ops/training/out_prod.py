@@ -45,7 +45,7 @@ class OutProd(Op):
     """
 
     name = "OUT_PROD"
-    peer_nmse = 5e-4
+    ggml_nmse = 5e-4
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         a, b, *y = (np.asarray(x, np.float64) for x in inputs)

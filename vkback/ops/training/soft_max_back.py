@@ -31,7 +31,7 @@ class SoftMaxBack(Gradient):
     """SOFT_MAX_BACK(dy, y; scale) -> dx [..., dim], which may be dy or y; y = softmax(scale * x [+ mask]) over the last axis."""
 
     name = "SOFT_MAX_BACK"
-    peer_nmse = 1e-6
+    ggml_nmse = 1e-6
     cost: ClassVar[Cost] = {"fmul": 3, "fadd": 2}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:

@@ -143,7 +143,7 @@ SQL = "CREATE TABLE IF NOT EXISTS test_backend_ops (\n  op_name TEXT,\n  op_para
 
 
 @pytest.mark.parametrize("text", [CONSOLE, CSV, SQL], ids=["console", "csv", "sql"])
-def test_lines_are_picked_from_what_the_peer_prints(text: str) -> None:
+def test_lines_are_picked_from_what_ggml_prints(text: str) -> None:
     assert [line for _, line in case_lines(text)] == [
         "ABS(type=f16,ne_a=[128,2,2,2],v=0)",
         "MUL_MAT(type_a=q4_K,type_b=f32,m=16,n=1,k=256,bs=[1,1])",
@@ -186,7 +186,7 @@ def test_a_file_ends_in_a_table_and_a_garbled_one_with_code_2(
     assert call(monkeypatch, main.main, "test-ops", "SQR(type=f32") == 2
 
 
-def test_support_is_counted_as_the_peer_counts_it() -> None:
+def test_support_is_counted_as_ggml_counts_it() -> None:
     """Its table of ops takes rows of mode "support", groups them by backend_reg_name and op_name, and reads "yes" in error_message."""
     lines = ("ABS(type=f16,ne_a=[128,2,2,2],v=0)", "SILU(type=i8,ne_a=[5,1,1,1],v=0)", "SILU(type=f32,ne_a=[5,1,1,1],v=0)")
     out = StringIO()
@@ -220,7 +220,7 @@ def test_garbled_lines_end_in_errors_of_ours() -> None:
     assert outcome.counts["refused"] > 200
 
 
-def test_types_are_spelled_as_the_peer_does() -> None:
+def test_types_are_spelled_as_ggml_does() -> None:
     assert [type_word(t) for t in ("Q4_K", "IQ2_XXS", "MXFP4", "F16", "Q8_0")] == ["q4_K", "iq2_xxs", "mxfp4", "f16", "q8_0"]
 
 

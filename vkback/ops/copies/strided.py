@@ -1,4 +1,4 @@
-"""Ops whose launches move boxes of values (shaders/copy/box.comp): REPEAT, CONCAT, PAD, PERMUTE."""
+"""Ops that are strided copies (shaders/copy/box.comp): REPEAT, CONCAT, PAD, PERMUTE."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(four[axis + 1 :]) for axis in range(4))
 
 
-def box_copy(
+def strided_copy(
     node: Node,
     ctx: LowerContext,
     x: Tensor,
     y: Tensor,
-    box: Sequence[int],
+    extent: Sequence[int],
     x_size: Sequence[int],
     x_stride: Sequence[int],
     y_stride: Sequence[int],
@@ -55,9 +55,9 @@ def box_copy(
     """One launch of copy/box.comp, all sizes and strides of four axes in values."""
     x_next = x_stride[3]
     if y.type == "F16":  # a thread takes two values of the last axis
-        box, x_size = (*box[:3], box[3] // 2), (*x_size[:3], x_size[3] // 2)
+        extent, x_size = (*extent[:3], extent[3] // 2), (*x_size[:3], x_size[3] // 2)
         x_stride, y_stride = (*x_stride[:3], 2 * x_next), (*y_stride[:3], 2)
-    elements = prod(box)
+    elements = prod(extent)
     choice = ctx.tuning.pick("copy", elements=elements)
     defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
     return by_threads(
@@ -65,7 +65,7 @@ def box_copy(
         ctx,
         "copy/box.comp",
         (Arg(x), Arg(y, "w", part=part)),
-        (*box, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
+        (*extent, *x_size, *x_stride, *y_stride, x_offset, y_offset, x_next),
         elements,
         defines,
         choice=choice,
@@ -78,8 +78,8 @@ def by_x(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-class Boxed(Op):
-    """An op whose launches are boxes of F32 or I32 values of up to four axes."""
+class StridedCopies(Op):
+    """An op whose launches are strided copies of F32 or I32 values of up to four axes."""
 
     arithmetic = moves_values
 
@@ -97,15 +97,15 @@ class Boxed(Op):
             raise PlanError(f"[{self.name}] {node.name}: inputs {shapes} do not fit: {error}") from error
         if want != y.shape:
             raise PlanError(f"[{self.name}] {node.name}: output {y}, expected shape {list(want)}")
-        return self.boxes(node, ctx)
+        return self.launches(node, ctx)
 
-    def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+    def launches(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         raise NotImplementedError
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return EXACT
 
-    def boxed_case(self, ne: Sequence[str | int], out: Shape, type: str, seed: int, **params: Any) -> Case:
+    def strided_case(self, ne: Sequence[str | int], out: Shape, type: str, seed: int, **params: Any) -> Case:
         """ne: the inputs' shapes, each as 3x5; params: of the node."""
         shapes = [tuple(map(int, str(s).split("x"))) for s in ne]
 
@@ -119,7 +119,7 @@ class Boxed(Op):
 
 
 @register
-class Repeat(Boxed):
+class Repeat(StridedCopies):
     """REPEAT(x; shape) -> x repeated along each axis up to `shape`, a multiple of its own."""
 
     name = "REPEAT"
@@ -129,9 +129,9 @@ class Repeat(Boxed):
         times = [big // small for big, small in zip(_four(shape), _four(x.shape), strict=True)]
         return [np.tile(x.reshape(_four(x.shape)), times).reshape(shape)]
 
-    def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+    def launches(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
-        return [box_copy(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape))]
+        return [strided_copy(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape))]
 
     def cases(self) -> Iterator[Case]:
         for type, ne, nr in (
@@ -160,7 +160,7 @@ class Repeat(Boxed):
 
 
 @register
-class Concat(Boxed):
+class Concat(StridedCopies):
     """CONCAT(a, b, ...; axis) -> the inputs one after the other along an axis."""
 
     name = "CONCAT"
@@ -168,12 +168,12 @@ class Concat(Boxed):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.concatenate(list(inputs), axis=params["axis"])]
 
-    def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+    def launches(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y, axis = node.outputs[0], node.params["axis"] % len(node.outputs[0].shape)
         stride = prod(y.shape[axis + 1 :])
         starts = np.cumsum([0, *(t.shape[axis] for t in node.inputs)])
         return [
-            box_copy(
+            strided_copy(
                 node,
                 ctx,
                 x,
@@ -189,10 +189,10 @@ class Concat(Boxed):
         ]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return self._anyhow(node, ctx) if is_general(node) else super().lower(node, ctx)
+        return self._lower_strided(node, ctx) if is_general(node) else super().lower(node, ctx)
 
-    def _anyhow(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        """Inputs of any type that lie anyhow, each copied to its place."""
+    def _lower_strided(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        """Inputs of any type and any strides, each copied to its offset."""
         y, axis, start = node.outputs[0], node.params["axis"], 0
         strides, dispatches = View.whole(y.shape).strides, []
         for i, t in enumerate(node.inputs):
@@ -249,7 +249,7 @@ class Concat(Boxed):
 
 
 @register
-class Pad(Boxed):
+class Pad(StridedCopies):
     """PAD(x; shape, before, circular) -> x with zeros (of a circular one with the other end's values) before and behind it along each axis,
     up to `shape`. Default is nothing before it."""
 
@@ -264,11 +264,11 @@ class Pad(Boxed):
             x = np.take(x, (np.arange(big) - b) % x.shape[axis], axis=axis)
         return [x]
 
-    def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+    def launches(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
         if "before" in node.params or node.params.get("circular"):
             return [self._around(node, ctx)]
-        return [box_copy(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape), fill=True)]
+        return [strided_copy(node, ctx, x, y, _four(y.shape), _four(x.shape), _strides(x.shape), _strides(y.shape), fill=True)]
 
     def _around(self, node: Node, ctx: LowerContext) -> Dispatch:
         x, y = node.inputs[0], node.outputs[0]
@@ -350,7 +350,7 @@ class Pad(Boxed):
 
 
 @register
-class Permute(Boxed):
+class Permute(StridedCopies):
     """PERMUTE(x; axes) -> numpy's transpose, as a tensor of its own."""
 
     name = "PERMUTE"
@@ -359,12 +359,12 @@ class Permute(Boxed):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.transpose(inputs[0], params["axes"])]
 
-    def boxes(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+    def launches(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, y = node.inputs[0], node.outputs[0]
         lead = 4 - len(x.shape)
         axes = [*range(lead), *(lead + a for a in node.params["axes"])]
         strides = _strides(x.shape)
-        return [box_copy(node, ctx, x, y, _four(y.shape), _four(y.shape), [strides[a] for a in axes], _strides(y.shape))]
+        return [strided_copy(node, ctx, x, y, _four(y.shape), _four(y.shape), [strides[a] for a in axes], _strides(y.shape))]
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(("3x5x7",), (5, 7, 3), (1, 2, 0))
@@ -380,4 +380,4 @@ class Permute(Boxed):
             yield self.build_case((by_x(shape),), tuple(shape[a] for a in axes), axes)
 
     def build_case(self, ne: tuple[str | int, ...], out: Shape, axes: Shape, type: str = "F32", seed: int = 31) -> Case:
-        return self.boxed_case(ne, out, type, seed, axes=axes)
+        return self.strided_case(ne, out, type, seed, axes=axes)

@@ -37,7 +37,7 @@ def table_lock(caps: Capabilities, folder: Path, waits: Callable[[str], object])
         yield
 
 
-class OwnTable:
+class DeviceTable:
     """The device's own table and journal. Runs that may meet others hold `table_lock`.
 
     folder  where both are, the user's own

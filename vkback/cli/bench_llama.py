@@ -53,14 +53,14 @@ class BenchCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
             own = {name for param in self.get_params(ctx) if takes_value(param) for name in param.opts}
-            args, dropped = without_peer_options(args, own)
+            args, dropped = without_llama_options(args, own)
             if dropped:
                 verb = "means" if len(dropped) == 1 else "mean"
                 print(f"vkbench: {', '.join(dropped)} {verb} nothing here", file=sys.stderr)
         return super().parse_args(ctx, args)
 
 
-def without_peer_options(words: Sequence[str], own: set[str]) -> tuple[list[str], list[str]]:
+def without_llama_options(words: Sequence[str], own: set[str]) -> tuple[list[str], list[str]]:
     """A command line without what has no meaning here, and what was left out, each option once. own: options of vkbench, whose values are
     none. Raises UsageError for what would have to be fetched, and where a value is missing."""
     kept: list[str] = []
