@@ -105,6 +105,28 @@ def test_the_chat_page_in_a_browser(page: Browser) -> None:
         picture(page, name)
     page.size(900, 700)
 
+    under = "document.querySelector('#form').getBoundingClientRect().top - [...document.querySelectorAll('.message')].at(-1)"
+    under += ".getBoundingClientRect().bottom"
+    page.size(900, 420)
+    assert page.run("document.documentElement.scrollHeight > innerHeight"), "there is something to scroll"
+    page.run("document.querySelector('#text').value = ''; messages.splice(0)")
+    for _ in range(2):
+        page.run("document.querySelector('#tokens').value = 12")
+        page.write("More")
+        page.press_enter()
+        page.wait_for("document.querySelector('#state').textContent.startsWith('12 tokens in ')")
+        page.run("document.querySelector('#state').textContent = ''")
+        assert page.run(under) >= 0, "the newest message is above the form, and not under it"
+    picture(page, "scrolled")
+    page.run("document.querySelector('#tokens').value = 40")
+    page.write("On")
+    page.press_enter()
+    page.wait_for("running && [...document.querySelectorAll('.message')].at(-1).textContent.length > 3")
+    page.run("scrollTo(0, 0)")
+    page.wait_for("running === null")
+    assert page.run("scrollY") == 0, "who has scrolled up stays there while text comes"
+    page.size(900, 700)
+
     page.click("#reset")
     page.wait_for("!document.querySelector('.message')")
     assert page.run("messages.length") == 0 and state(page) == ""
