@@ -138,7 +138,7 @@ def test_an_sdist_has_what_a_wheel_is_made_of(tmp_path: Path) -> None:
 
 
 def test_an_installed_package_knows_its_commit(tmp_path: Path) -> None:
-    """A wheel that is made of a checkout, and one of an sdist, which has no commits of its own; README asks for it in bug reports."""
+    """A wheel that is made of a checkout, and one of an sdist, which has no commits of its own; bug reports name it."""
     if not (REPOSITORY / ".git").exists():
         pytest.skip("needs a checkout with its commits")
     described = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
@@ -180,7 +180,8 @@ def test_a_missing_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_one_version() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert project["version"] == vkback.__version__
-    assert "## [Unreleased]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    first = re.search(r"^## .*", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert first and first[0].startswith(f"## [{vkback.__version__}]")
 
 
 def setup(goal: str, **environment: str) -> subprocess.CompletedProcess[str]:
