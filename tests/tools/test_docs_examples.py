@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import pytest
 import typer
 from pages import ROOT, run
 
+from vkback import paths
 from vkback.api import device as device_module
 from vkback.api import model as model_module
 from vkback.cli import main as main_cli
@@ -85,8 +87,8 @@ def test_an_example_runs(
 
 # --- all other blocks
 
-PAGES_OF_ALL = ("README.md", "bench/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-FOLLOWED = {f"docs/{path.stem.removeprefix('test_')}.md" for path in (ROOT / "tests").glob("test_adding_*.py")}
+PAGES_OF_ALL = ("README.md", "CONTRIBUTING.md", "bench/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+FOLLOWED = {f"docs/{path.stem.removeprefix('test_')}.md" for path in (ROOT / "tests").rglob("test_adding_*.py")}
 """How-to pages, each with a test that writes its files, applies its diffs and runs its commands."""
 
 FENCE = re.compile(r"^```(?P<kind>\w*)(?: \S+)?\n(?P<text>.*?)^```$", re.M | re.S)
@@ -104,7 +106,7 @@ SHOWN = {
 RUN = (
     ("README.md", "vkback devices"),
     ("README.md", "vkback run -p"),
-    ("README.md", "vkback chat"),
+    ("docs/commands.md", "vkback chat --system"),
     ("docs/graph_listing.md", "vkback graph --shape"),
     ("docs/commands.md", "vkback explain"),
 )
@@ -148,7 +150,7 @@ def words(command: str) -> list[str]:
 
 def is_quoted(lines: list[str]) -> bool:
     """Whether a file of the ops has all of these lines."""
-    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "vkback/ops").glob("*.py")))
+    sources = (path.read_text(encoding="utf-8") for path in sorted((ROOT / "vkback/ops").rglob("*.py")))
     return any(all(line.strip() in source for line in lines) for source in sources)
 
 
@@ -180,8 +182,9 @@ def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
         case "make":
             assert re.search(rf"^{args[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         case "pip" if args[0] == "install":
-            (extra,) = re.findall(r"vkback\[(\w+)\]", command)
-            assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+            extras = re.findall(r"vkback\[(\w+)\]", command)
+            known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+            assert set(extras) <= known.keys() if extras else args[1:] == ["git+ADDRESS"], command
         case "python":
             script = (ROOT / args[0]).read_text(encoding="utf-8")
             assert all(f'"{arg}"' in script for arg in args if arg.startswith("--")), command
@@ -199,6 +202,74 @@ def test_a_command_runs(page: str, start: str) -> None:
     assert run([Path(program).name, *args], ROOT).strip()
 
 
+# --- the front page
+
+FRONT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(FRONT.splitlines()) < 100
+
+
+@pytest.mark.vulkan
+def test_the_front_page_shows_what_run_prints() -> None:
+    """The same lines in the same order on each stream; the text, the figures and whether there is a GPU depend on the machine."""
+    (block,) = (block for block in ALL if block.page == "README.md" and block.kind == "console")
+    command, *shown = block.text.splitlines()
+    program, *args = words(command.removeprefix("$ "))
+    printed = run([program, *args], ROOT)
+    of_run = ("vkback: preparing", "prepared", "prompt", "generation")
+    for text in ("\n".join(shown), printed):
+        lines = [re.sub(r"\d+", "0", " ".join(line.split())) for line in text.splitlines()]
+        kept = [re.sub(r"\(.*|, (none|all|0) compiled.*", "", line) for line in lines if line.startswith(of_run)]
+        assert kept == [
+            "vkback: preparing 0 kernels",
+            "prepared 0 kernels in 0.0 s",
+            "prompt 0 tokens in 0.0 s, 0.0 t/s",
+            "generation 0 tokens in 0.0 s, 0.0 t/s",
+        ]
+        assert args[1 + args.index("-p")] in text
+
+
+# --- docs/environment.md
+
+READ = re.compile(
+    r'(?:environ|environment|envvar)(?:\.get\(|\[|=)"(?P<got>[A-Z_]+)"|"(?P<asked>[A-Z_]+)" (?:not )?in os\.environ'
+    r"|(?P<own>\b_?VKBACK_[A-Z_]+)"
+)
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    """All that vkback reads, and vkback's own that tests and tools read."""
+    page = (ROOT / "docs/environment.md").read_text(encoding="utf-8")
+    read: dict[str, Path] = {}
+    for folder in ("vkback", "tests", "tools", "bench"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for match in READ.finditer(path.read_text(encoding="utf-8")) if path != Path(__file__).resolve() else ():
+                if match["own"] or folder == "vkback":
+                    read[match["got"] or match["asked"] or match["own"]] = path
+    assert {"VKBACK_CACHE", "VKBACK_DEVICE", "VKBACK_API_KEY", "NO_COLOR", "TERMUX_VERSION"} <= read.keys()
+    missing = [f"{name} ({path.relative_to(ROOT)})" for name, path in read.items() if not re.search(rf"\b{name}\b", page)]
+    assert not missing, f"docs/environment.md: nothing of {missing}"
+    unread = set(re.findall(r"`(VKBACK_[A-Z_]+)`", page)) - read.keys()
+    assert not unread, f"docs/environment.md: nothing reads {unread}"
+
+
+@pytest.mark.parametrize(("platform", "row"), [("linux", "Linux"), ("win32", "Windows"), ("darwin", "macOS")])
+def test_folders_are_those_of_the_page(platform: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Path("/home/someone")
+    for name in ("VKBACK_CACHE", "VKBACK_TUNING", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("LOCALAPPDATA", "%LOCALAPPDATA%")
+    monkeypatch.setenv("APPDATA", "%APPDATA%")
+    monkeypatch.setattr(Path, "home", lambda: home)
+    monkeypatch.setattr(sys, "platform", platform)
+    (line,) = re.findall(rf"^\| {row}.*", (ROOT / "docs/environment.md").read_text(encoding="utf-8"), re.M)
+    for folder in (paths.cache_dir(), paths.user_tuning_root()):
+        shown = str(folder).replace(str(home), "~")
+        assert f"`{shown}`" in line or "`{}`".format(shown.replace("/", "\\")) in line
+
+
 # --- docs/commands.md and links
 
 SECTION = re.compile(r"^### `(?P<command>[^`]+)`\n(?P<text>.*?)(?=^##|\Z)", re.M | re.S)
@@ -214,8 +285,7 @@ def test_every_command_has_its_section_and_an_example() -> None:
 
 
 def test_the_front_page_names_every_command() -> None:
-    front = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = front[front.index("## Commands") : front.index("## Documentation")]
+    table = FRONT[FRONT.index("## Commands") : FRONT.index("## Documentation")]
     named = {re.sub(r"^vkback ", "", name) for name in re.findall(r"`([^`]+)`", table)}
     assert {"vkbench", *main_cli.COMMANDS} <= named
 
