@@ -129,26 +129,26 @@ class Product:
     def dispatches(self, shape: GemmShape, ctx: LowerContext) -> tuple[list[Dispatch], list[Dispatch]]:
         """What prepares the operands, and the product."""
         caps, slots = self.device.caps, self.y.shape[0]
-        job = Gemm(self.w, self.x, self.y, slots, pairs=in_pairs(self.w.type, self.k, ctx.tuning))
+        problem = Gemm(self.w, self.x, self.y, slots, pairs=in_pairs(self.w.type, self.k, ctx.tuning))
         before: list[Dispatch] = []
         if self.experts:
             routes = gemm_route.route_tensor(f"route{shape.tile_n}", slots, self.experts, shape.tile_n)
             ids = Tensor("ids", "I32", (self.n, self.used), "input")
             before.append(gemm_route.route(ids, routes, self.experts, shape.tile_n, caps))
-            job = dataclasses.replace(job, route=routes, x_shared=self.used)
+            problem = dataclasses.replace(problem, route=routes, x_shared=self.used)
         if shape.kernel == "coop_mat":
             x = gemm_pack.packed(f"x16 {shape.tile_n} {shape.fragments}", slots, self.k, shape, self.experts)
-            before.append(gemm_pack.pack_f16(self.x, x, slots, shape, caps, routes=job.route, x_shared=job.x_shared))
-            job = dataclasses.replace(job, x=x)
+            before.append(gemm_pack.pack_f16(self.x, x, slots, shape, caps, routes=problem.route, x_shared=problem.x_shared))
+            problem = dataclasses.replace(problem, x=x)
         elif shape.kernel == "coop_reg":
             x = gemm_reg.packed_units(f"xu {shape.tile_n}", slots, self.k, shape)
             before.append(gemm_reg.pack_units(self.x, x, slots, shape, caps))
-            return before, gemm_reg.lower(dataclasses.replace(job, x=x), shape, caps)
+            return before, gemm_reg.lower(dataclasses.replace(problem, x=x), shape, caps)
         elif shape.kernel == "int_dot":
             x = Tensor("x8", "Q8_1", self.x.shape)
             before += quantize_dispatch(self.x, x, ctx)
-            job = dataclasses.replace(job, x=x)
-        return before, gemm.lower(job, shape, caps)
+            problem = dataclasses.replace(problem, x=x)
+        return before, gemm.lower(problem, shape, caps)
 
     def bind(self, arg: Arg, launch: int) -> BufferRange:
         if arg.tensor.kind == "weight":

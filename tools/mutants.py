@@ -148,12 +148,12 @@ class Farm:
         self.copies = [copy_sources(folder / str(i)) for i in range(processes)]
         with ThreadPoolExecutor(processes) as pool:
             parts = [folder / f"plans.{i}" for i in range(processes)]
-            jobs = [
+            futures = [
                 pool.submit(child, copy, "--plans", str(part), str(i), str(processes), write_bytecode=True)
                 for i, (copy, part) in enumerate(zip(self.copies, parts, strict=True))
             ]
-            for job in jobs:
-                done = job.result()
+            for future in futures:
+                done = future.result()
                 if done.returncode:
                     raise MutantError(f"the quick suite cannot be planned:\n{done.stderr}")
         plans = [record for part in parts for record in pickle.loads(part.read_bytes())]

@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 from vkback.autotune.attention_prompts import (
     PromptAttention,
-    PromptJob,
     PromptPoint,
+    PromptTask,
     PromptTrial,
     actual,
     guesses,
-    jobs_for,
     lowered,
     neighbours,
     refusal,
     sample,
+    tasks_for,
     with_point,
 )
 from vkback.autotune.device_table import DeviceTable
@@ -40,24 +40,24 @@ from vkback.timing.launches import Measurement
 from vkback.tuning.table import load_table
 
 H200 = "nvidia_h200_linux"
-JOB = PromptJob(512, 32, 8, 128)
+TASK = PromptTask(512, 32, 8, 128)
 MATRIX = PromptPoint("matrix", 64, 64, 4)
 DECODE = PromptPoint("decode")
 Clock = Callable[[Callable[[PromptPoint], float]], None]
 
 
-def test_a_job_s_node_is_that_of_its_problem() -> None:
-    job = PromptJob(20, 4, 2, 64, 13, 8, True)
-    assert job.node() == job.build().node
+def test_a_task_s_node_is_that_of_its_problem() -> None:
+    task = PromptTask(20, 4, 2, 64, 13, 8, True)
+    assert task.node() == task.build().node
 
 
 def test_a_prompt_s_shapes_of_attention_are_those_of_its_graph(models: Callable[[str], Model]) -> None:
     ctx = planned_for(H200)
-    jobs, said = jobs_for(fuse(models("gpt-oss-20b-MXFP4:4").graph(512, 512, head="all"), ctx), 0, ctx)
-    assert jobs == [PromptJob(512, 64, 8, 64, 0, 0, True)] and not said, "a layer without a window speaks for both"
-    few, said = jobs_for(models("demo-dense").graph(8, 64, head="all").nodes, 0, ctx)
+    tasks, said = tasks_for(fuse(models("gpt-oss-20b-MXFP4:4").graph(512, 512, head="all"), ctx), 0, ctx)
+    assert tasks == [PromptTask(512, 64, 8, 64, 0, 0, True)] and not said, "a layer without a window speaks for both"
+    few, said = tasks_for(models("demo-dense").graph(8, 64, head="all").nodes, 0, ctx)
     assert not few and "passed over: up to 16 tokens take the kernel of generation" in said[0]
-    deep, said = jobs_for(models("demo-dense").graph(512, 512, head="all").nodes, 200_000, planned_for("llvmpipe_mesa_26"))
+    deep, said = tasks_for(models("demo-dense").graph(512, 512, head="all").nodes, 200_000, planned_for("llvmpipe_mesa_26"))
     assert not deep and "passed over: one launch may take" in said[0]
 
 
@@ -73,12 +73,12 @@ def test_a_prompt_s_shapes_of_attention_are_those_of_its_graph(models: Callable[
     ],
 )
 def test_points_are_refused_before_they_are_compiled(point: PromptPoint, said: str) -> None:
-    assert refusal(JOB.node(), point, planned_for(H200)) == said
+    assert refusal(TASK.node(), point, planned_for(H200)) == said
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_6900_xt_radv", "llvmpipe_mesa_26"])
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
-    ctx, node = planned_for(profile), PromptJob(64, 8, 2, 64).node()
+    ctx, node = planned_for(profile), PromptTask(64, 8, 2, 64).node()
     starts = [actual(node, with_point(ctx, g)) for g in guesses(ctx.caps)]
     assert {p.way for p in starts} == {"decode", "plain"} | ({"matrix"} if matrix_shape(ctx.caps) is not None else set())
     tried = {p for start in starts for p in neighbours(start, ctx.caps) if not refusal(node, p, ctx)}
@@ -94,7 +94,7 @@ def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
 
 
 def test_the_sample_is_a_part_of_the_op_s_reference() -> None:
-    built = PromptJob(70, 4, 2, 64, 30, 0, True).build()
+    built = PromptTask(70, 4, 2, 64, 30, 0, True).build()
     (whole,) = OPS["FLASH_ATTN_EXT"].reference(reference_inputs(built), built.node.params)
     tokens, values = sample(built)
     assert tokens[0] == 0 and tokens[-1] == 69 and len(tokens) < 70
@@ -102,12 +102,12 @@ def test_the_sample_is_a_part_of_the_op_s_reference() -> None:
 
 
 def result(n: int, after: PromptPoint, *, heads: int = 32, before: PromptPoint = DECODE) -> TuneResult[PromptPoint]:
-    job = PromptJob(n, heads, 8, 128)
+    task = PromptTask(n, heads, 8, 128)
     return TuneResult(
-        key=job.key,
-        line=job.line,
-        match=job.match,
-        sizes=job.sizes,
+        key=task.key,
+        line=task.line,
+        match=task.match,
+        sizes=task.sizes,
         before=before,
         source="a row",
         latency_before=10.0,
@@ -168,9 +168,9 @@ def test_every_kernel_of_the_device_is_tried_and_right(
 ) -> None:
     clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.way])
     told: list[str] = []
-    watcher = Watcher(point=lambda job, point, text: told.append(f"{point.way} {text}"))
+    watcher = Watcher(point=lambda task, point, text: told.append(f"{point.way} {text}"))
     sweep = Sweep(PromptAttention(device, library, ctx), DeviceTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
-    (found,) = sweep.run([PromptJob(40, 4, 2, 64, 9, 0, True)])
+    (found,) = sweep.run([PromptTask(40, 4, 2, 64, 9, 0, True)])
     assert not found.wrong and found.after.way == "decode" and found.kept
     right = {text.split()[0] for text in told if text.endswith(" us")}
     assert right == {"decode", "plain"} | ({"matrix"} if matrix_shape(device.caps) is not None else set())

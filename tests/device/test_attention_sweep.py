@@ -11,7 +11,7 @@ import pytest
 from kernel_paths import planned_for
 from typer.testing import CliRunner
 
-from vkback.autotune.attention import Attention, AttentionJob, AttentionPoint, AttentionShape, actual, attention_shapes, axes, neighbours
+from vkback.autotune.attention import Attention, AttentionPoint, AttentionShape, AttentionTask, actual, attention_shapes, axes, neighbours
 from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.program_sweep import ProgramTrial
@@ -36,12 +36,12 @@ Clock = Callable[[Callable[[AttentionPoint], float]], None]
 
 
 def result(shape: AttentionShape, after: AttentionPoint) -> TuneResult[AttentionPoint]:
-    job, before = AttentionJob(shape, 100), AttentionPoint(32, 4, 1, 1, 64, 64)
+    task, before = AttentionTask(shape, 100), AttentionPoint(32, 4, 1, 1, 64, 64)
     return TuneResult(
-        key=job.key,
-        line=job.line,
-        match=job.match,
-        sizes=job.sizes,
+        key=task.key,
+        line=task.line,
+        match=task.match,
+        sizes=task.sizes,
         before=before,
         source="a row",
         latency_before=10.0,
@@ -69,12 +69,12 @@ def attention(tokens: Tokens, ctx: LowerContext) -> Attention:
 
 def tuned(
     tokens: Tokens, ctx: LowerContext, own: DeviceTable, told: list[str] | None = None
-) -> tuple[Sweep[AttentionJob, AttentionPoint], list[TuneResult[AttentionPoint]]]:
+) -> tuple[Sweep[AttentionTask, AttentionPoint], list[TuneResult[AttentionPoint]]]:
     """A sweep of the one shape there is, and its result."""
     (shape,) = attention_shapes(tokens.graph, ctx)
-    watcher = Watcher(point=lambda job, point, said: told.append(said) if told is not None else None)
+    watcher = Watcher(point=lambda task, point, said: told.append(said) if told is not None else None)
     sweep = Sweep(attention(tokens, ctx), own, 1.0, budget_s=60, watcher=watcher)
-    return sweep, sweep.run([AttentionJob(shape, tokens.depth)])
+    return sweep, sweep.run([AttentionTask(shape, tokens.depth)])
 
 
 # -- what is planned
@@ -297,7 +297,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
     clock(ends)
     with pytest.raises(KeyboardInterrupt):
         tuned(tokens, ctx, own)
-    key = AttentionJob(shape, tokens.depth).key
+    key = AttentionTask(shape, tokens.depth).key
     assert not own.journal.finished(key)
     clock(lambda p: 100.0)
     told: list[str] = []

@@ -20,7 +20,7 @@ from vkback import quants
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.ops.attention import prompt as attention_prompt
-from vkback.ops.attention.flash import FlashAttnExt, prompt_job
+from vkback.ops.attention.flash import FlashAttnExt, prompt_problem
 from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
@@ -118,7 +118,7 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
     raw = quants.random_blocks(spec.quant, prod(w.shape[:-1]), spec.k, rng, std=0.5)
     values: dict[str, npt.NDArray[Any]] = {"w": raw, "x": rng.uniform(-1, 1, x.shape).astype(np.float32)}
     inputs = [w, x]
-    job = Gemm(w, x, y, slots, glu=spec.glu, **(OAI if spec.glu == "oai" else {}))  # type: ignore[arg-type]
+    product = Gemm(w, x, y, slots, glu=spec.glu, **(OAI if spec.glu == "oai" else {}))  # type: ignore[arg-type]
     chain: list[Dispatch] = []
     if grouped:
         ids = Tensor("ids", "I32", (spec.n, spec.used), "input")
@@ -126,23 +126,23 @@ def run_spec(spec: Spec, device: Device, library: ShaderLibrary, ctx: LowerConte
         inputs.append(ids)
         routes = gemm_route.route_tensor("route", slots, spec.experts, shape.tile_n)
         chain.append(gemm_route.route(ids, routes, spec.experts, shape.tile_n, device.caps))
-        job = dataclasses.replace(job, route=routes, x_shared=spec.used if spec.shared else 1)
+        product = dataclasses.replace(product, route=routes, x_shared=spec.used if spec.shared else 1)
     for name in ("bias", "residual"):
         if getattr(spec, name):
             t = Tensor(name, "F32", (prod(w.shape[:-1]),) if name == "bias" else y.shape, "weight" if name == "bias" else "input")
             values[name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
             inputs.append(t)
-            job = dataclasses.replace(job, bias=t) if name == "bias" else dataclasses.replace(job, residual=t)
+            product = dataclasses.replace(product, bias=t) if name == "bias" else dataclasses.replace(product, residual=t)
     if spec.kernel == "int_dot":
         x8 = Tensor("x8", "Q8_1", x.shape)
         chain += quantize_dispatch(x, x8, ctx)
-        job = dataclasses.replace(job, x=x8)
+        product = dataclasses.replace(product, x=x8)
     if spec.kernel == "coop_mat":
         experts = spec.experts if grouped else 0
         x16 = gemm_pack.packed("x16", slots, spec.k, shape, experts)
-        chain.append(gemm_pack.pack_f16(x, x16, slots, shape, device.caps, routes=job.route, x_shared=job.x_shared))
-        job = dataclasses.replace(job, x=x16)
-    chain += gemm.lower(job, shape, device.caps)
+        chain.append(gemm_pack.pack_f16(x, x16, slots, shape, device.caps, routes=product.route, x_shared=product.x_shared))
+        product = dataclasses.replace(product, x=x16)
+    chain += gemm.lower(product, shape, device.caps)
     got = run_chain(device, library, ctx, chain, values, tuple(inputs), (y,))["y"]
     return nmse(got, expected(spec, values, w))
 
@@ -325,9 +325,9 @@ def test_attention_leaves_what_a_product_takes(
     width = heads[0] * hd
     packed = gemm_pack.packed("kqv_out", n, width, reader)
     y, identity = Tensor("y", "F32", (n, width)), weight("one", "F16", (width, width))
-    job = dataclasses.replace(prompt_job(problem.node), y=packed, fragments=fragments)
+    product = dataclasses.replace(prompt_problem(problem.node), y=packed, fragments=fragments)
     assert not fragments or attention_prompt.heads_of_fragments(shape, heads[0] // heads[1], hd, device.caps) == taken
-    chain = [attention_prompt.lower(job, shape, device.caps), *gemm.lower(Gemm(identity, packed, y, n), reader, device.caps)]
+    chain = [attention_prompt.lower(product, shape, device.caps), *gemm.lower(Gemm(identity, packed, y, n), reader, device.caps)]
     values = {**problem.values, "one": np.eye(width, dtype=np.float16).view(np.uint8)}
     got = run_chain(device, library, ctx, chain, values, (*problem.node.inputs, identity), (y,))["y"]
     (want,) = FlashAttnExt().reference([problem.values[t.name] for t in problem.node.inputs], problem.node.params)
@@ -389,10 +389,10 @@ def test_prebuilt_modules_serve_without_a_compiler(tmp_path: Path, monkeypatch: 
 def test_what_does_not_fit_is_refused(device: Device) -> None:
     w, x, y = weight("w", "Q4_K", (64, 256)), Tensor("x", "F32", (4, 256)), Tensor("y", "F32", (4, 64))
     shape = default_shape("f32", 4, device.caps)
-    job = Gemm(w, x, y, 4)
+    product = Gemm(w, x, y, 4)
     with pytest.raises(PlanError, match="takes x as Q8_1"):
-        gemm.lower(job, dataclasses.replace(shape, kernel="int_dot"), device.caps)
+        gemm.lower(product, dataclasses.replace(shape, kernel="int_dot"), device.caps)
     with pytest.raises(PlanError, match="no multiple"):
-        gemm.lower(job, dataclasses.replace(shape, tile_m=shape.tile_m + 1), device.caps)
+        gemm.lower(product, dataclasses.replace(shape, tile_m=shape.tile_m + 1), device.caps)
     with pytest.raises(PlanError, match="alternate gate and up"):
-        dataclasses.replace(job, w=weight("w", "Q4_K", (63, 256)), glu="silu")
+        dataclasses.replace(product, w=weight("w", "Q4_K", (63, 256)), glu="silu")

@@ -252,7 +252,7 @@ def run_product(
             values[tensor.name] = rng.uniform(-2, 2, tensor.shape).astype(np.float32)
             inputs.append(tensor)
     packed = gemm_reg.packed_units("x16", n, k, shape)
-    job = Gemm(
+    problem = Gemm(
         w,
         packed,
         y,
@@ -261,7 +261,7 @@ def run_product(
         bias=bias if more.get("bias") else None,
         residual=residual if more.get("residual") else None,
     )
-    chain = [gemm_reg.pack_units(x, packed, n, shape, device.caps), *gemm_reg.lower(job, shape, device.caps)]
+    chain = [gemm_reg.pack_units(x, packed, n, shape, device.caps), *gemm_reg.lower(problem, shape, device.caps)]
     got = run_chain(device, kernels, ctx, chain, values, tuple(inputs), (y,))["y"]
     want = values["x"].astype(np.float64) @ quants.decode(quant, values["w"]).reshape(m, -1)[:, :k].astype(np.float64).T
     want = want + values.get("bias", 0.0)

@@ -15,16 +15,16 @@ from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemm_points import (
     MISFIT,
-    GemmJob,
     GemmPoint,
+    GemmTask,
     actual,
     as_prompt,
     axes,
     guesses,
-    jobs_for,
     lowered,
     neighbours,
     refusal,
+    tasks_for,
     with_point,
 )
 from vkback.autotune.gemm_rows import gemm_rows, tflops
@@ -51,36 +51,36 @@ TILES = GemmPoint("coop_mat", 128, 128, 64, 64, 64, 1)
 LINEAR = GemmPoint("gemv")
 
 
-def job_of(problem: LinearProblem, ctx: LowerContext) -> GemmJob:
-    ((job,), said) = jobs_for([(problem, 1)], ctx)
+def task_of(problem: LinearProblem, ctx: LowerContext) -> GemmTask:
+    ((task,), said) = tasks_for([(problem, 1)], ctx)
     assert not said
-    return job
+    return task
 
 
-# -- jobs and points
+# -- tasks and points
 
 
 def test_products_are_taken_as_prompts_have_them() -> None:
     fused = LinearProblem("Q4_K", 64, 256, 8, ("norm", "bias"), glu=True, out="Q8_1", x="Q8_1")
     assert as_prompt(fused) == LinearProblem("Q4_K", 64, 256, 8, ("bias",), glu=True)
-    job = job_of(fused, planned_for(H200))
-    assert job.match == {"matrices": True, "path": "int", "experts": "none", "quant": "Q4_K"}
-    assert job.sizes == {"n": 8, "m": 64, "k": 256}
+    task = task_of(fused, planned_for(H200))
+    assert task.match == {"matrices": True, "path": "int", "experts": "none", "quant": "Q4_K"}
+    assert task.sizes == {"n": 8, "m": 64, "k": 256}
 
 
-def test_jobs_of_a_weight_stand_together_and_the_heaviest_come_first() -> None:
+def test_tasks_of_a_weight_stand_together_and_the_heaviest_come_first() -> None:
     problems = [dataclasses.replace(Q4_K, m=m, n=n) for n in (2, 512, 16) for m in (1024, 4096)]
-    jobs, _ = jobs_for([(p, 1) for p in problems], planned_for(H200))
-    assert [(j.problem.m, j.problem.n) for j in jobs] == [(4096, 512), (4096, 16), (4096, 2), (1024, 512), (1024, 16), (1024, 2)]
+    tasks, _ = tasks_for([(p, 1) for p in problems], planned_for(H200))
+    assert [(j.problem.m, j.problem.n) for j in tasks] == [(4096, 512), (4096, 16), (4096, 2), (1024, 512), (1024, 16), (1024, 2)]
     same = [(Q4_K, 3), (dataclasses.replace(Q4_K, roles=("residual",)), 2)]
-    ((one,), _) = jobs_for(same, planned_for(H200))
+    ((one,), _) = tasks_for(same, planned_for(H200))
     assert (one.problem.roles, one.count) == (("residual",), 5), "tables cannot tell them apart"
 
 
 def test_what_is_passed_over_says_why() -> None:
     problems = [(dataclasses.replace(Q4_K, n=n), 1) for n in (1, 512, 8)]
-    jobs, said = jobs_for(problems, planned_for("llvmpipe_mesa_26"))
-    assert [j.problem.n for j in jobs] == [8]
+    tasks, said = tasks_for(problems, planned_for("llvmpipe_mesa_26"))
+    assert [j.problem.n for j in tasks] == [8]
     assert said[0].endswith("passed over: one token is for GEMVs (--op gemv)")
     assert "n=512" in said[1] and "passed over: one launch may take 5.7 s on such a device" in said[1]
 
@@ -106,20 +106,20 @@ def test_what_is_passed_over_says_why() -> None:
 def test_points_are_refused_before_they_are_compiled(point: GemmPoint, said: str) -> None:
     ctx = planned_for(H200)
     roomy = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=1 << 17))
-    assert refusal(job_of(Q4_K, ctx), point, ctx if said == MISFIT else roomy) == said
+    assert refusal(task_of(Q4_K, ctx), point, ctx if said == MISFIT else roomy) == said
 
 
 def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
     ctx = planned_for(H200)
     large = TILES._replace(warp_m=128, warp_n=128)
-    assert refusal(job_of(Q4_K, ctx), large, ctx, chosen=True) == ""
+    assert refusal(task_of(Q4_K, ctx), large, ctx, chosen=True) == ""
 
 
 def test_integer_dot_is_no_candidate_for_floats() -> None:
     ctx = planned_for(H200)
-    job = job_of(LinearProblem("F16", 64, 256, 64), ctx)
-    assert refusal(job, GemmPoint("int_dot", tile_n=16), ctx) == "kernel = int_dot would become f32"
-    assert "int_dot" not in {g.kernel for g in guesses(job, ctx.caps)}
+    task = task_of(LinearProblem("F16", 64, 256, 64), ctx)
+    assert refusal(task, GemmPoint("int_dot", tile_n=16), ctx) == "kernel = int_dot would become f32"
+    assert "int_dot" not in {g.kernel for g in guesses(task, ctx.caps)}
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_9070_xt_radv", "amd_rx_6900_xt_radv", "intel_arc_b580_windows", "llvmpipe_mesa_26"])
@@ -127,15 +127,15 @@ def test_integer_dot_is_no_candidate_for_floats() -> None:
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str, n: int) -> None:
     ctx = planned_for(profile)
     small = dataclasses.replace(Q4_K, m=256, k=512, n=min(n, 64) if ctx.caps.software else n)
-    job = job_of(small, ctx)
-    starts = [p for g in guesses(job, ctx.caps) if not refusal(job, p := actual(job, with_point(ctx, g))[0], ctx)]
+    task = task_of(small, ctx)
+    starts = [p for g in guesses(task, ctx.caps) if not refusal(task, p := actual(task, with_point(ctx, g))[0], ctx)]
     kernels = {p.kernel for p in starts}
     assert "gemv" in kernels and len(kernels) >= 2
     assert ("coop_mat" in kernels) == (matrix_shape(ctx.caps) is not None)
     first = next(p for p in starts if p.kernel == ("coop_mat" if "coop_mat" in kernels else "int_dot"))
-    for point in [*starts, *(p for p in neighbours(first, ctx.caps) if not refusal(job, p, ctx))]:
-        assert actual(job, with_point(ctx, point))[0] == point
-        sources = {d.kernel.source for d in lowered(job, point, ctx)}
+    for point in [*starts, *(p for p in neighbours(first, ctx.caps) if not refusal(task, p, ctx))]:
+        assert actual(task, with_point(ctx, point))[0] == point
+        sources = {d.kernel.source for d in lowered(task, point, ctx)}
         assert ("gemv/gemv.comp" if point.kernel == "gemv" else f"gemm/{point.kernel}.comp") in sources
         assert ("gemm/split_sum.comp" in sources) == (point.split_k > 1)
 
@@ -147,7 +147,7 @@ def test_neighbours_reach_every_value_and_are_another_kernel_s_never() -> None:
         assert {getattr(p, name) for p in found} >= set(values)
     assert {p.kernel for p in found} == {"coop_mat"}
     assert {p.tile_n for p in neighbours(GemmPoint("int_dot", tile_n=8), ctx.caps)} == {4, 8}
-    narrow = [p for p in neighbours(LINEAR, ctx.caps) if not refusal(job_of(dataclasses.replace(Q4_K, n=8), ctx), p, ctx)]
+    narrow = [p for p in neighbours(LINEAR, ctx.caps) if not refusal(task_of(dataclasses.replace(Q4_K, n=8), ctx), p, ctx)]
     assert {p.kernel for p in narrow} == {"coop_mat"} and {p.tile_n for p in narrow} == {16}, "narrow tiles stand against it"
     assert {p.split_k for p in narrow} == {1, 2, 4, 8}
     assert not list(neighbours(LINEAR, planned_for("amd_rx_6900_xt_radv").caps))
@@ -166,16 +166,16 @@ SAMPLED = [
 @pytest.mark.parametrize("problem", SAMPLED, ids=lambda p: p.line)
 def test_the_sample_is_a_part_of_the_op_s_reference(problem: LinearProblem, monkeypatch: pytest.MonkeyPatch) -> None:
     ctx = planned_for(H200)
-    job, built = job_of(problem, ctx), problem.build()
+    task, built = task_of(problem, ctx), problem.build()
     (whole,) = OPS["LINEAR"].reference(reference_inputs(built), built.node.params)
-    found = sample(built, job)
+    found = sample(built, task)
     outs = problem.m >> problem.glu
     assert found.columns[-1] == outs - 1 and len({c // 32 for c in found.columns}) == -(-outs // 32), "one of every 32 columns"
     np.testing.assert_allclose(found.values, whole[found.tokens][..., found.columns], rtol=1e-11)
     monkeypatch.setattr("vkback.autotune.gemm_sweep.CHECKED_SLOTS", 8)
     monkeypatch.setattr("vkback.autotune.gemm_sweep.CHECKED_EXPERTS", 8 * problem.k * 2)
     monkeypatch.setattr("vkback.autotune.gemm_sweep.GATHERED", 1)
-    part = sample(built, dataclasses.replace(job, problem=dataclasses.replace(problem, n=problem.n - 1)))
+    part = sample(built, dataclasses.replace(task, problem=dataclasses.replace(problem, n=problem.n - 1)))
     assert part.tokens[0] == 0 and part.tokens[-1] == problem.n - 2, "of fewer tokens the same weights serve"
     np.testing.assert_allclose(part.values, whole[part.tokens][..., part.columns], rtol=1e-11)
 
@@ -184,12 +184,12 @@ def test_the_sample_is_a_part_of_the_op_s_reference(problem: LinearProblem, monk
 
 
 def result(n: int, after: GemmPoint, *, m: int = 4096, k: int = 4096, before: GemmPoint = LINEAR) -> TuneResult[GemmPoint]:
-    job = job_of(LinearProblem("Q4_K", m, k, n), planned_for(H200))
+    task = task_of(LinearProblem("Q4_K", m, k, n), planned_for(H200))
     return TuneResult(
-        key=job.key,
-        line=job.line,
-        match=job.match,
-        sizes=job.sizes,
+        key=task.key,
+        line=task.line,
+        match=task.match,
+        sizes=task.sizes,
         before=before,
         source="default.toml [[gemm]] row 1",
         latency_before=50.0,
@@ -218,9 +218,9 @@ def test_a_row_speaks_for_tokens_around_its_own_and_the_planner_takes_it() -> No
     ctx = planned_for(H200)
     own = dataclasses.replace(ctx, tuning=Tuning([rows, *Tuning.for_device(ctx.caps).tables]))
     for n, want in ((2, "coop_reg"), (4, "coop_mat"), (22, "coop_mat"), (100, "coop_mat"), (512, "int_dot")):
-        assert actual(job_of(LinearProblem("Q4_K", 4096, 4096, n), own), own)[0].kernel == want
-    assert actual(job_of(LinearProblem("Q4_K", 4096, 4096, 8), own), own)[0] == small
-    assert actual(job_of(LinearProblem("Q4_K", 100, 4096, 8), own), own)[0].kernel == "coop_reg", "another size"
+        assert actual(task_of(LinearProblem("Q4_K", 4096, 4096, n), own), own)[0].kernel == want
+    assert actual(task_of(LinearProblem("Q4_K", 4096, 4096, 8), own), own)[0] == small
+    assert actual(task_of(LinearProblem("Q4_K", 100, 4096, 8), own), own)[0].kernel == "coop_reg", "another size"
     assert "latency 25.00 us (10.74 TFLOPS), was 50.00 (gemv; default.toml" in next(r for r in rows if r.match["n"]["min"] == 4).measured
     assert tflops(result(8, small), 25.0) == pytest.approx(2 * 4096 * 4096 * 8 / 25e6)
 
@@ -253,11 +253,11 @@ def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Sets what a point takes, by its job's tokens; the kernels still run once, to be checked."""
+    """Sets what a point takes, by its task's tokens; the kernels still run once, to be checked."""
 
     def use(time_us: Callable[[GemmPoint, int], float]) -> None:
         def measured(self: GemmTrial, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
-            return Measurement(time_us(point, self._job.problem.n), 0.0)
+            return Measurement(time_us(point, self._task.problem.n), 0.0)
 
         monkeypatch.setattr(GemmTrial, "_measured", measured)
 
@@ -266,14 +266,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def swept(
     device: Device, library: ShaderLibrary, folder: Path, problems: list[LinearProblem], *, told: list[str] | None = None
-) -> tuple[Sweep[GemmJob, GemmPoint], list[TuneResult[GemmPoint]]]:
+) -> tuple[Sweep[GemmTask, GemmPoint], list[TuneResult[GemmPoint]]]:
     own = DeviceTable(device, library, folder)
     ctx = LowerContext(device.caps, own.tables(), fragments=fragments_hold(device, library))
-    jobs, said = jobs_for([(p, 1) for p in problems], ctx)
+    tasks, said = tasks_for([(p, 1) for p in problems], ctx)
     assert not said
-    watcher = Watcher(point=lambda job, point, text: told.append(f"{point.text}: {text}") if told is not None else None)
-    sweep = Sweep(Gemms(device, library, ctx, jobs, cold_bytes=1), own, 1.0, budget_s=200.0, watcher=watcher)
-    return sweep, sweep.run(jobs)
+    watcher = Watcher(point=lambda task, point, text: told.append(f"{point.text}: {text}") if told is not None else None)
+    sweep = Sweep(Gemms(device, library, ctx, tasks, cold_bytes=1), own, 1.0, budget_s=200.0, watcher=watcher)
+    return sweep, sweep.run(tasks)
 
 
 @pytest.mark.vulkan
@@ -300,8 +300,8 @@ def test_where_kernels_cross_is_found_and_the_next_plan_knows_it(
     assert {r.sizes["n"]: r.kept for r in results} == {4: False, 14: True}
     assert next(r for r in results if r.kept).after == GemmPoint("f32", tile_n=4), "the hill climb went along tile_n"
     own = LowerContext(device.caps, Tuning.for_device(device.caps, user=tmp_path))
-    assert actual(job_of(problems[1], own), own)[0] == GemmPoint("f32", tile_n=4)
-    assert actual(job_of(problems[0], own), own)[0] == LINEAR
+    assert actual(task_of(problems[1], own), own)[0] == GemmPoint("f32", tile_n=4)
+    assert actual(task_of(problems[0], own), own)[0] == LINEAR
     tunable = sweep.tunable
     assert isinstance(tunable, Gemms)
     (quickest,) = [found for key, found in tunable.quickest.items() if '"n": 14' in key]
@@ -312,7 +312,7 @@ def test_where_kernels_cross_is_found_and_the_next_plan_knows_it(
 def test_real_times_are_measured_and_a_run_is_resumed(
     device: Device, library: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vkback.autotune.gemm_sweep.guesses", lambda job, caps: [LINEAR, GemmPoint("f32", tile_n=8)])
+    monkeypatch.setattr("vkback.autotune.gemm_sweep.guesses", lambda task, caps: [LINEAR, GemmPoint("f32", tile_n=8)])
     monkeypatch.setattr("vkback.autotune.gemm_sweep.neighbours", lambda point, caps: iter(()))
     _, (found,) = swept(device, library, tmp_path, SMALL[:1])
     assert found.latency > 0 and found.throughput > 0 and found.nbytes > 0 and found.tried >= 1 and not found.wrong
@@ -390,7 +390,7 @@ def test_the_command_refuses_what_it_cannot_do(arguments: list[str], said: str, 
 
 def test_a_model_s_products_of_a_prompt_are_those_of_its_schedule() -> None:
     ctx = planned_for(H200)
-    jobs, _ = jobs_for([(p, count) for p, count in of_model("demo-moe", 512, ctx) if p.n > 1], ctx)
-    assert {j.problem.n for j in jobs} == {512}
-    assert {j.problem.experts for j in jobs} == {"none", "each", "summed"}
-    assert all("norm" not in j.problem.roles and j.problem.x == j.problem.out == "F32" for j in jobs)
+    tasks, _ = tasks_for([(p, count) for p, count in of_model("demo-moe", 512, ctx) if p.n > 1], ctx)
+    assert {j.problem.n for j in tasks} == {512}
+    assert {j.problem.experts for j in tasks} == {"none", "each", "summed"}
+    assert all("norm" not in j.problem.roles and j.problem.x == j.problem.out == "F32" for j in tasks)

@@ -19,7 +19,7 @@ from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemv_rows import gemv_rows
 from vkback.autotune.gemvs import Gemvs
-from vkback.autotune.points import Job, Point, actual, jobs_for, lowered, refusal
+from vkback.autotune.points import Point, Task, actual, lowered, refusal, tasks_for
 from vkback.autotune.program_sweep import (
     CHECKED_TOKENS,
     PROLOGUE_STARTS,
@@ -56,8 +56,8 @@ def barrier_free(ctx: LowerContext) -> LowerContext:
     return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, WORD, "test"), sync="sentinel")
 
 
-def program_jobs(name: str, ctx: LowerContext) -> list[Job]:
-    return jobs_for(of_model(name, 1, ctx), ctx, program=name)
+def program_tasks(name: str, ctx: LowerContext) -> list[Task]:
+    return tasks_for(of_model(name, 1, ctx), ctx, program=name)
 
 
 # -- what is planned
@@ -75,13 +75,13 @@ def test_a_point_takes_the_place_of_its_own_gemv_alone(name: str) -> None:
     ctx = barrier_free(planned_for(H200))
     graph = token_graph(Model.open(builtin_model(name)))
     present = [d for stage in plan(graph, ctx).stages for d in stage]
-    jobs = program_jobs(name, ctx)
+    tasks = program_tasks(name, ctx)
     changed: set[int] = set()
-    for job in jobs:
-        assert job.match["sync"] == "sentinel"
-        assert job.line.endswith(f" in {name}")
-        point = actual(Point(256, 16, 4, 1), job, job.context(ctx))
-        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
+    for task in tasks:
+        assert task.match["sync"] == "sentinel"
+        assert task.line.endswith(f" in {name}")
+        point = actual(Point(256, 16, 4, 1), task, task.context(ctx))
+        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, task, point)))
         mine = {i for i, (d, was) in enumerate(zip(other.dispatches(), present, strict=True)) if d.kernel != was.kernel}
         assert not mine & changed
         for i in mine:
@@ -90,24 +90,24 @@ def test_a_point_takes_the_place_of_its_own_gemv_alone(name: str) -> None:
         changed |= mine
     gemvs = {i for i, d in enumerate(present) if d.op in ("LINEAR", "MOE_ROUTER")}
     assert changed == gemvs
-    assert sum(job.count for job in jobs) == len(gemvs)
+    assert sum(task.count for task in tasks) == len(gemvs)
 
 
 def test_starts_are_legal_where_they_are_meant_for() -> None:
     ctx = planned_for(H200)
-    jobs = program_jobs("demo-dense", barrier_free(ctx))
-    large = [dataclasses.replace(j, problem=dataclasses.replace(j.problem, m=8192, k=4096)) for j in jobs]
-    for job in large:
-        plain = job.problem.out == "F32" and "norm" not in job.problem.roles
+    tasks = program_tasks("demo-dense", barrier_free(ctx))
+    large = [dataclasses.replace(j, problem=dataclasses.replace(j.problem, m=8192, k=4096)) for j in tasks]
+    for task in large:
+        plain = task.problem.out == "F32" and "norm" not in task.problem.roles
         for shape in WAITING_STARTS if plain else PROLOGUE_STARTS:
-            start = actual(Point(*shape, prefetch="weights"), job, job.context(ctx))
-            assert refusal(start, job, job.context(ctx)) == ""
-            defines = dict(lowered(start, job, ctx)[-1].kernel.defines)
+            start = actual(Point(*shape, prefetch="weights"), task, task.context(ctx))
+            assert refusal(start, task, task.context(ctx)) == ""
+            defines = dict(lowered(start, task, ctx)[-1].kernel.defines)
             assert [defines[n] for n in ("WG", "LANES", "ROWS", "UNROLL")] == [*start[:4]]
-            assert defines["PROLOGUE"] == ("none", "norm", "copy").index("copy" if plain else job.match["prologue"])
-    plain_job = next(j for j in large if j.problem.x == "Q8_1")
+            assert defines["PROLOGUE"] == ("none", "norm", "copy").index("copy" if plain else task.match["prologue"])
+    plain_task = next(j for j in large if j.problem.x == "Q8_1")
     staged = Point(1024, 64, 2, 1, prefetch="weights", x_in_shared=True)
-    assert refusal(staged, plain_job, plain_job.context(ctx)) == "x_in_shared = true would become false"  # it always is
+    assert refusal(staged, plain_task, plain_task.context(ctx)) == "x_in_shared = true would become false"  # it always is
 
 
 # -- on a device
@@ -121,10 +121,10 @@ class Runs:
         self.table = folder / device_table(device.caps)
         self.table.write_text(SCHEDULE_ROW)
         self.said: dict[Point, str] = {}
-        self.job = program_jobs("demo-dense", barrier_free(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
+        self.task = program_tasks("demo-dense", barrier_free(LowerContext(device.caps, Tuning.for_device(device.caps))))[0]
 
-    def sweep(self, library: ShaderLibrary) -> Sweep[Job, Point]:
-        watcher = Watcher(point=lambda job, point, said: self.said.update({point: said}))
+    def sweep(self, library: ShaderLibrary) -> Sweep[Task, Point]:
+        watcher = Watcher(point=lambda task, point, said: self.said.update({point: said}))
         model = Model.open(builtin_model("demo-dense"))
         own = DeviceTable(self.device, library, self.folder)
         ctx = LowerContext(self.device.caps, own.tables())
@@ -159,7 +159,7 @@ def test_the_quickest_token_is_kept_as_a_row_for_barrier_free_programs(runs: Run
 
     clock(time_us)
     sweep = runs.sweep(library)
-    (found,) = sweep.run([runs.job])
+    (found,) = sweep.run([runs.task])
     assert found.kept
     assert found.before == seen[0]
     assert not found.wrong
@@ -167,15 +167,15 @@ def test_the_quickest_token_is_kept_as_a_row_for_barrier_free_programs(runs: Run
     assert [(r.family, r.match.get("sync")) for r in rows] == [("schedule", None), ("gemv", "sentinel")]
     assert rows[0].set == {"sync": "sentinel"}
     assert rows[1].measured.startswith(f"{found.date} {runs.device.caps.name}")
-    assert f"{runs.job.line}: 99.50 us a token, was 100.00 ({found.source}, noise 0.10)" in rows[1].measured
-    query = {**runs.job.match, **runs.job.sizes}
+    assert f"{runs.task.line}: 99.50 us a token, was 100.00 ({found.source}, noise 0.10)" in rows[1].measured
+    query = {**runs.task.match, **runs.task.sizes}
     tables = Tuning.for_device(runs.device.caps, user=runs.folder)
     chosen = tables.pick("gemv", **query).params
     assert Point(**{name: chosen[name] for name in Point._fields}) == found.after
     assert tables.pick("gemv", **query | {"sync": "barrier"}).source != tables.pick("gemv", **query).source
-    assert sweep.tunable.ctx.tuning.pick("gemv", **query) == tables.pick("gemv", **query)  # the next job begins with it
+    assert sweep.tunable.ctx.tuning.pick("gemv", **query) == tables.pick("gemv", **query)  # the next task begins with it
     again = runs.sweep(library)
-    assert again.run([runs.job], resume=True) == []
+    assert again.run([runs.task], resume=True) == []
     assert again.results == [found]
 
 
@@ -183,7 +183,7 @@ def test_the_quickest_token_is_kept_as_a_row_for_barrier_free_programs(runs: Run
 def test_a_token_as_quick_within_the_noise_is_not_kept(runs: Runs, library: ShaderLibrary, clock: Clock) -> None:
     times: dict[Point, float] = {}
     clock(lambda point: times.setdefault(point, 100.0 - 0.001 * len(times)))
-    (found,) = runs.sweep(library).run([runs.job])
+    (found,) = runs.sweep(library).run([runs.task])
     assert found.tried >= 2
     assert not found.kept
     assert [r.family for r in parse_table(runs.table.read_text(), runs.table.name)] == ["schedule"]
@@ -191,8 +191,8 @@ def test_a_token_as_quick_within_the_noise_is_not_kept(runs: Runs, library: Shad
 
 @pytest.mark.vulkan
 def test_a_token_is_timed_by_the_device(runs: Runs, library: ShaderLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gemvs, "starts", lambda self, job: [self.picked(job, self.ctx.tuning)[0]])
-    (found,) = runs.sweep(library).run([runs.job])
+    monkeypatch.setattr(Gemvs, "starts", lambda self, task: [self.picked(task, self.ctx.tuning)[0]])
+    (found,) = runs.sweep(library).run([runs.task])
     assert 0 < found.latency < 1e6
     assert found.read_share > 0
 
@@ -228,16 +228,16 @@ def test_a_wrong_token_is_refused_and_named(
     runs: Runs, clock: Clock, fault: tuple[str, str, str], role: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(lambda point: 50.0 if point.wg == 8 else 100.0)
-    jobs = program_jobs("demo-dense", barrier_free(planned_for(H200)))
-    job = next(j for j in jobs if j.problem.out == "F32" and role in j.problem.roles)
+    tasks = program_tasks("demo-dense", barrier_free(planned_for(H200)))
+    task = next(j for j in tasks if j.problem.out == "F32" and role in j.problem.roles)
     before: list[Point] = []
 
-    def starts(self: Gemvs, job: Job) -> list[Point]:
-        before[:] = [self.picked(job, self.ctx.tuning)[0]]
-        return [*before, actual(Point(8, 8, 1, 1), job, job.context(self.ctx))]
+    def starts(self: Gemvs, task: Task) -> list[Point]:
+        before[:] = [self.picked(task, self.ctx.tuning)[0]]
+        return [*before, actual(Point(8, 8, 1, 1), task, task.context(self.ctx))]
 
     monkeypatch.setattr(Gemvs, "starts", starts)
-    (found,) = runs.sweep(broken(tmp_path, *fault)).run([job])
+    (found,) = runs.sweep(broken(tmp_path, *fault)).run([task])
     assert before[0].wg != 8
     assert [p.wg for p, text in runs.said.items() if re.match(said, text)] == [8]
     assert [text.partition(":")[0] for text in found.wrong] == ["8 threads, 8 lanes, 1 rows, unroll 1"]
@@ -248,9 +248,9 @@ def test_a_wrong_token_is_refused_and_named(
 def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: Path) -> None:
     library = broken(tmp_path, "gemv.comp", LANE, f"{LANE}#if SPINS\n    spin_timeout = 1u;\n#endif\n")
     sweep = runs.sweep(library)
-    assert sweep.run([runs.job]) == []
+    assert sweep.run([runs.task]) == []
     assert "a spin-wait timed out" in sweep.faults[0]
-    assert not sweep.own.journal.finished(runs.job.key)
+    assert not sweep.own.journal.finished(runs.task.key)
 
 
 @pytest.mark.vulkan
@@ -260,7 +260,7 @@ def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, m
     ran = CliRunner().invoke(cli.app, ["tune", "--op", "gemv", "-m", "demo-dense", "--budget", "1"])
     assert ran.exit_code == 0, ran.output
     assert "8 GEMVs, 8 of them in the program of a token" in ran.output
-    assert runs.job.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
+    assert runs.task.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
     assert "us a token" in ran.output
     assert "latency us" not in ran.output
     assert "0 of " in ran.output
@@ -268,15 +268,15 @@ def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, m
 
 
 def test_results_of_programs_and_of_chains_do_not_meet() -> None:
-    job = program_jobs("demo-dense", barrier_free(planned_for(H200)))[0]
+    task = program_tasks("demo-dense", barrier_free(planned_for(H200)))[0]
     point = Point(64, 32, 2, 2)
 
-    def result(job: Job, latency: float) -> TuneResult[Point]:
+    def result(task: Task, latency: float) -> TuneResult[Point]:
         return TuneResult(
-            key=job.key,
-            line=job.line,
-            match=job.match,
-            sizes=job.sizes,
+            key=task.key,
+            line=task.line,
+            match=task.match,
+            sizes=task.sizes,
             before=point,
             source="test",
             latency_before=10.0,
@@ -293,8 +293,8 @@ def test_results_of_programs_and_of_chains_do_not_meet() -> None:
             date="2026-11-21",
         )
 
-    chain = dataclasses.replace(job, program="")
-    results = [result(job, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)]
+    chain = dataclasses.replace(task, program="")
+    results = [result(task, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)]
     text = table_text(gemv_rows(results, "Card, driver 1"), "Card, driver 1")
     rows = parse_table(text, "device_card.toml")
     assert sorted(r.match["sync"] for r in rows if r.family == "gemv") == ["barrier", "barrier", "sentinel"]
@@ -364,9 +364,9 @@ def test_the_first_tensor_that_another_kernel_makes(name: str) -> None:
     present = plan(graph, ctx)
     assert first_changed(present, plan(graph, ctx)) is None
     found: list[str] = []
-    for job in program_jobs(name, ctx):
+    for task in program_tasks(name, ctx):
         point = Point(64, 8, 2, 1)
-        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, job, point)))
+        other = plan(graph, dataclasses.replace(ctx, tuning=replaced(ctx.tuning, task, point)))
         tensor = first_changed(present, other)
         if tensor is not None:
             maker = next(d for d in other.dispatches() if (d.kernel, d.groups) not in {(p.kernel, p.groups) for p in present.dispatches()})

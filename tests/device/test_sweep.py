@@ -24,7 +24,7 @@ from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.gemv_rows import edges, gemv_rows
 from vkback.autotune.gemvs import Gemvs
 from vkback.autotune.journal import JOURNAL_FORMAT
-from vkback.autotune.points import Job, Point, actual, axes, jobs_for, lowered, neighbours, refusal
+from vkback.autotune.points import Point, Task, actual, axes, lowered, neighbours, refusal, tasks_for
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.search import beats
 from vkback.autotune.tunable import TuneResult
@@ -70,7 +70,7 @@ def test_what_tuning_prints_of_a_gemv_is_a_case_of_the_suite(gemv: LinearProblem
     case = find_case(gemv.line)
     assert LinearProblem.of(case.build().node) == gemv
     assert LinearProblem.parse(case.line) == gemv
-    said = Job(gemv, "int", program="llama-8b").line
+    said = Task(gemv, "int", program="llama-8b").line
     assert [found.line for found in cases_of(said, "tune")] == [case.line], "with what stands around it"
 
 
@@ -121,27 +121,27 @@ def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(gemv: Line
     np.testing.assert_allclose(part.values, whole[..., part.columns], rtol=1e-12)
 
 
-# -- jobs and points
+# -- tasks and points
 
 
-def test_jobs_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> None:
+def test_tasks_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> None:
     ctx = planned_for(H200)
     norm, plain = LinearProblem("Q4_K", 4096, 4096, roles=("norm",)), LinearProblem("Q4_K", 4096, 4096)
-    jobs = jobs_for([(norm, 1), (plain, 1), (LinearProblem("F16", 64, 4096), 1)], ctx)
-    assert [(j.problem.quant, j.problem.roles, j.path, j.problem.x) for j in jobs] == [
+    tasks = tasks_for([(norm, 1), (plain, 1), (LinearProblem("F16", 64, 4096), 1)], ctx)
+    assert [(j.problem.quant, j.problem.roles, j.path, j.problem.x) for j in tasks] == [
         ("Q4_K", ("norm",), "int", "F32"),
         ("Q4_K", (), "int", "Q8_1"),
         ("F16", (), "float", "F32"),
     ]
-    assert [j.path for j in jobs_for([(plain, 1)], ctx, "both")] == ["int", "float"]
+    assert [j.path for j in tasks_for([(plain, 1)], ctx, "both")] == ["int", "float"]
     without = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, int_dot=False))
-    assert [j.path for j in jobs_for([(plain, 1)], without, "both")] == ["float"]
+    assert [j.path for j in tasks_for([(plain, 1)], without, "both")] == ["float"]
 
 
-def test_gemvs_that_tables_cannot_tell_apart_are_one_job_and_the_most_bytes_come_first() -> None:
+def test_gemvs_that_tables_cannot_tell_apart_are_one_task_and_the_most_bytes_come_first() -> None:
     plain, residual = LinearProblem("Q4_K", 4096, 4096), LinearProblem("Q4_K", 4096, 4096, roles=("residual",))
-    jobs = jobs_for([(plain, 3), (residual, 2), (LinearProblem("Q4_K", 4096, 14336), 2)], planned_for(H200))
-    assert [(j.problem.roles, j.count) for j in jobs] == [((), 2), (("residual",), 5)]
+    tasks = tasks_for([(plain, 3), (residual, 2), (LinearProblem("Q4_K", 4096, 14336), 2)], planned_for(H200))
+    assert [(j.problem.roles, j.count) for j in tasks] == [((), 2), (("residual",), 5)]
 
 
 def test_a_model_s_gemvs_are_those_of_its_schedule() -> None:
@@ -171,21 +171,21 @@ def test_a_model_s_gemvs_are_those_of_its_schedule() -> None:
     ],
 )
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
-    assert refusal(point, Job(LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
+    assert refusal(point, Task(LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
 
 
 def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
-    job = Job(LinearProblem("F32", 16, 256, roles=("norm",), x="F32"), "float")
+    task = Task(LinearProblem("F32", 16, 256, roles=("norm",), x="F32"), "float")
     point = Point(64, 8, 4, 1)
-    assert refusal(point, job, planned_for(H200)) == "128 registers of weights in flight, at most 96 are worth trying"
-    assert refusal(point, job, planned_for(H200), chosen=True) == ""
+    assert refusal(point, task, planned_for(H200)) == "128 registers of weights in flight, at most 96 are worth trying"
+    assert refusal(point, task, planned_for(H200), chosen=True) == ""
 
 
 def test_points_beyond_shared_memory_are_refused() -> None:
-    job = Job(LinearProblem("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
+    task = Task(LinearProblem("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
-    said = refusal(Point(256, 32, 8, 1), job, small)
+    said = refusal(Point(256, 32, 8, 1), task, small)
     # 256 threads of 8 sums, a word a thread twice to reduce over, 32 output rows
     assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
 
@@ -196,18 +196,18 @@ TWO = [LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), LinearProblem("Q4_K", 2048,
 @pytest.mark.parametrize("profile", [H200, "amd_rx_7900_xtx_radv", "intel_arc_a770_anv", "llvmpipe_mesa_22_debian12"])
 @pytest.mark.parametrize("gemv", TWO)
 def test_what_is_not_refused_is_compiled_as_it_stands(profile: str, gemv: LinearProblem) -> None:
-    ctx, job = planned_for(profile), Job(gemv, "int")
-    start = actual(A._replace(rows=2, unroll=2), job, ctx)
-    tried = [p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, job, ctx)]
+    ctx, task = planned_for(profile), Task(gemv, "int")
+    start = actual(A._replace(rows=2, unroll=2), task, ctx)
+    tried = [p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, task, ctx)]
     assert len(set(tried)) >= 4
     for point in tried:
-        defines = dict(lowered(point, job, ctx)[-1].kernel.defines)
+        defines = dict(lowered(point, task, ctx)[-1].kernel.defines)
         got = [defines[name] for name in ("WG", "LANES", "ROWS", "UNROLL", "PREFETCH", "LANES_BLOCKED", "LOOP_TILES")]
         prefetch = ("none", "weights", "weights+x").index(point.prefetch)
         blocked, loops = point.lane_order == "blocked", point.groups != "per_tile"
         assert got == [point.wg, point.lanes, point.rows, point.unroll, prefetch, int(blocked), int(loops)]
         if point.subgroup != "default":
-            assert lowered(point, job, ctx)[-1].kernel.subgroup_size == point.subgroup
+            assert lowered(point, task, ctx)[-1].kernel.subgroup_size == point.subgroup
 
 
 def test_only_a_time_beyond_the_noise_of_both_is_better() -> None:
@@ -223,12 +223,12 @@ CARD = "Card, driver 1"
 
 
 def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> TuneResult[Point]:
-    job = Job(LinearProblem("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
+    task = Task(LinearProblem("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
     return TuneResult(
-        key=job.key + str(match),
-        line=job.line,
-        match={**job.match, **match},
-        sizes=job.sizes,
+        key=task.key + str(match),
+        line=task.line,
+        match={**task.match, **match},
+        sizes=task.sizes,
         before=A,
         source="nvidia.toml [[gemv]] row 1",
         latency_before=10.0,
@@ -279,7 +279,9 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
 # -- on a device
 
 
-def sweep_of(device: Device, library: ShaderLibrary, folder: Path, *, budget_s: float, watcher: Watcher | None = None) -> Sweep[Job, Point]:
+def sweep_of(
+    device: Device, library: ShaderLibrary, folder: Path, *, budget_s: float, watcher: Watcher | None = None
+) -> Sweep[Task, Point]:
     own = DeviceTable(device, library, folder)
     tunable = ChainGemvs(device, library, LowerContext(device.caps, own.tables()), cold_bytes=1 << 16)
     return Sweep(tunable, own, 1.0, budget_s=budget_s, watcher=watcher)
@@ -288,9 +290,9 @@ def sweep_of(device: Device, library: ShaderLibrary, folder: Path, *, budget_s: 
 @pytest.mark.vulkan
 def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     seen: list[str] = []
-    watcher = Watcher(point=lambda job, point, said: seen.append(said))
-    jobs = jobs_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
-    (found,) = sweep_of(device, library, tmp_path, budget_s=1.0, watcher=watcher).run(jobs)
+    watcher = Watcher(point=lambda task, point, said: seen.append(said))
+    tasks = tasks_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    (found,) = sweep_of(device, library, tmp_path, budget_s=1.0, watcher=watcher).run(tasks)
     assert found.tried >= 1
     assert not found.wrong
     assert any(said.endswith(" us") for said in seen)
@@ -300,21 +302,21 @@ def test_a_sweep_makes_a_table_that_the_next_plan_uses(device: Device, library: 
     assert (picked.source.startswith(str(table))) == found.kept
     assert found.latency <= found.latency_before
     again = sweep_of(device, library, tmp_path, budget_s=1.0)
-    assert again.run(jobs, resume=True) == []
+    assert again.run(tasks, resume=True) == []
     assert again.results == [found]
 
 
 @pytest.mark.vulkan
 def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     refused: dict[Point, str] = {}
-    jobs = jobs_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
-    watcher = Watcher(point=lambda job, point, said: refused.update({point: said}))
+    tasks = tasks_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    watcher = Watcher(point=lambda task, point, said: refused.update({point: said}))
     sweep = sweep_of(device, library, tmp_path, budget_s=0.5, watcher=watcher)
-    suspect = sweep.tunable.starts(jobs[0])[-1]
-    with suppress(KeyboardInterrupt), sweep.own.journal.trying(jobs[0].key, suspect):
+    suspect = sweep.tunable.starts(tasks[0])[-1]
+    with suppress(KeyboardInterrupt), sweep.own.journal.trying(tasks[0].key, suspect):
         raise KeyboardInterrupt
     sweep = sweep_of(device, library, tmp_path, budget_s=0.5, watcher=watcher)
-    sweep.run(jobs)
+    sweep.run(tasks)
     assert refused[suspect] == "refused: the last run ended while trying it"
 
 
@@ -335,17 +337,17 @@ def test_points_with_wrong_results_are_not_timed(
     device: Device, broken: ShaderLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1)]
-    jobs = jobs_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    tasks = tasks_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
 
-    monkeypatch.setattr(Gemvs, "starts", lambda self, job: points)
-    monkeypatch.setattr(Gemvs, "picked", lambda self, job, tables: (points[0], "test"))
-    (found,) = sweep_of(device, broken, tmp_path, budget_s=0.1).run(jobs)
+    monkeypatch.setattr(Gemvs, "starts", lambda self, task: points)
+    monkeypatch.setattr(Gemvs, "picked", lambda self, task, tables: (points[0], "test"))
+    (found,) = sweep_of(device, broken, tmp_path, budget_s=0.1).run(tasks)
     assert found.after.rows == 1
     assert any(text.startswith("8 threads, 8 lanes, 2 rows, unroll 1: NMSE 1.0e-02 >") for text in found.wrong)
     assert not any(", 1 rows," in text for text in found.wrong)
     points.reverse()
     sweep = sweep_of(device, broken, tmp_path, budget_s=0.1)
-    assert sweep.run(jobs) == []
+    assert sweep.run(tasks) == []
     assert re.search(r"\(test: 8 threads, 8 lanes, 2 rows, unroll 1\) gives no right result: NMSE .* vkback doctor", sweep.faults[0])
 
 
@@ -357,12 +359,12 @@ def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, 
     file.write_text("#if ROWS == 2\n#error two rows\n#endif\n" + file.read_text())
     points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1), Point(16, 8, 1, 1)]
     refused: list[str] = []
-    watcher = Watcher(point=lambda job, point, said: refused.append(said) if point.rows == 2 else None)
-    jobs = jobs_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
-    monkeypatch.setattr(Gemvs, "starts", lambda self, job: points)
-    monkeypatch.setattr(Gemvs, "picked", lambda self, job, tables: (points[0], "test"))
+    watcher = Watcher(point=lambda task, point, said: refused.append(said) if point.rows == 2 else None)
+    tasks = tasks_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
+    monkeypatch.setattr(Gemvs, "starts", lambda self, task: points)
+    monkeypatch.setattr(Gemvs, "picked", lambda self, task, tables: (points[0], "test"))
     library = ShaderLibrary(root, tmp_path / "cache")
-    (found,) = sweep_of(device, library, tmp_path, budget_s=0.1, watcher=watcher).run(jobs)
+    (found,) = sweep_of(device, library, tmp_path, budget_s=0.1, watcher=watcher).run(tasks)
     assert found.after.rows == 1
     assert "two rows" in refused[0]
 
@@ -415,12 +417,12 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
             own = DeviceTable(device, library, tmp_path)
             line = next(iter(run.stderr))
             assert line == f"vkback: another run tunes {device.caps.name} and has {own.path}; waiting for its end\n"
-            own.journal.finish("of the first", "its job", {"latency": 1.0})
+            own.journal.finish("of the first", "its key", {"latency": 1.0})
         except BaseException:
             run.kill()
             raise
     assert run.wait(120) == 0, run.stderr.read()
-    assert "its job" in DeviceTable(device, library, tmp_path).journal.results("of the first")
+    assert "its key" in DeviceTable(device, library, tmp_path).journal.results("of the first")
 
 
 def test_axes_follow_the_device() -> None:

@@ -49,7 +49,7 @@ from vkback.server import run as run_module  # noqa: E402
 from vkback.server import schema  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402
 from vkback.server.errors import BadRequest  # noqa: E402
-from vkback.server.worker import Job, Worker  # noqa: E402
+from vkback.server.worker import QueuedRequest, Worker  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and"
 MODEL = "demo-dense-Q4_K_M"
@@ -336,7 +336,7 @@ def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) ->
 def test_a_full_queue_says_when_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
     with ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(served.post, "/v1/completions", prompt=PROMPT, temperature=0, max_tokens=1) for _ in range(12)]
         refused = [reply.result() for reply in itertools.islice(as_completed(replies), 3)]  # one runs, eight wait
@@ -371,7 +371,7 @@ def test_a_stream_that_waits_gets_its_head_and_comments(served: Served, monkeypa
     at_once = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
     go_on = threading.Event()
     answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
     monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
     with served.client.stream("POST", "/v1/chat/completions", json=asked) as reply:
         assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
@@ -396,7 +396,7 @@ def test_a_server_that_ends_tells_those_who_run_and_wait_at_once(device: Device,
     served = Served(device, Limits())
     go_on = threading.Event()
     answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda job: (go_on.wait(20), answer(job)))
+    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
     monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
     try:
         asked = {"prompt": PROMPT, "stream": True}
@@ -447,17 +447,17 @@ def test_clients_take_turns(served: Served) -> None:
     order: list[str] = []
     done = threading.Event()
 
-    def job(client: str, name: str) -> Job:
+    def request(client: str, name: str) -> QueuedRequest:
         def put(event: Any) -> None:
             if isinstance(event, vkback.Result):
                 order.append(name)
                 if len(order) == 5:
                     done.set()
 
-        return Job(PROMPT, False, {"max_tokens": 2, "temperature": 0}, client, time.monotonic() + 20, put)
+        return QueuedRequest(PROMPT, False, {"max_tokens": 2, "temperature": 0}, client, time.monotonic() + 20, put)
 
     for client, name in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")):
-        served.worker.submit(job(client, name))
+        served.worker.submit(request(client, name))
     assert done.wait(20)
     assert [name for name in order if name != "a1"] in (["b1", "c1", "a2", "a3"], ["a2", "b1", "c1", "a3"])
 
@@ -468,13 +468,13 @@ def test_a_request_whose_time_is_over_ends_with_what_it_has(served: Served) -> N
     done = threading.Event()
 
     def put(event: Any) -> None:
-        job.deadline = 0.0
+        request.deadline = 0.0
         if isinstance(event, vkback.Result):
             ended.append(event)
             done.set()
 
-    job = Job(PROMPT, False, {"max_tokens": 100, "temperature": 0}, "a", time.monotonic() + 20, put)
-    served.worker.submit(job)
+    request = QueuedRequest(PROMPT, False, {"max_tokens": 100, "temperature": 0}, "a", time.monotonic() + 20, put)
+    served.worker.submit(request)
     assert done.wait(20)
     assert ended[0].finish_reason == "length" and 0 < len(ended[0].tokens) < 100
 
@@ -482,8 +482,8 @@ def test_a_request_whose_time_is_over_ends_with_what_it_has(served: Served) -> N
 @pytest.mark.vulkan
 def test_a_device_that_hangs_does_not_hold_the_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
-    monkeypatch.setattr(served.worker, "_answer", lambda job: hang.wait(20))
-    monkeypatch.setattr(app_module, "_time_left", lambda job: 0.05)
+    monkeypatch.setattr(served.worker, "_answer", lambda request: hang.wait(20))
+    monkeypatch.setattr(app_module, "_time_left", lambda request: 0.05)
     try:
         reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
         assert reply.status_code == 503 and "has not answered" in reply.text

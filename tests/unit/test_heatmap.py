@@ -75,7 +75,7 @@ def test_what_was_searched_is_shown_by_the_parameters_that_varied_most() -> None
     assert grid_of(mixed, column, line)[0] == [8, 16, "default"]
 
 
-def test_a_picture_of_a_search_has_a_line_a_job(tmp_path: Path) -> None:
+def test_a_picture_of_a_search_has_a_line_a_task(tmp_path: Path) -> None:
     one, two = tmp_path / "one.png", tmp_path / "two.png"
     draw_search([SEARCHED], one, "Card")
     draw_search([SEARCHED, SEARCHED], two, "Card")

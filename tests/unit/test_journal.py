@@ -23,18 +23,18 @@ A, B = (64, 2), (128, 1)
 def test_a_journal_survives_being_cut_short(tmp_path: Path) -> None:
     file = tmp_path / "card.journal"
     journal = Journal(file, IDENTITY)
-    with journal.trying("job", A):
+    with journal.trying("key", A):
         pass
-    with suppress(KeyboardInterrupt), journal.trying("job", B):
+    with suppress(KeyboardInterrupt), journal.trying("key", B):
         raise KeyboardInterrupt
     file.write_text(file.read_text() + '{"trying": "x", "po')
     again = Journal(file, IDENTITY)
-    assert again.suspected("job", B) and not again.suspected("job", A) and not again.suspected("other", B)
-    assert not again.finished("job")
-    again.finish("gemv", "job", {"us": 7.5})
+    assert again.suspected("key", B) and not again.suspected("key", A) and not again.suspected("other", B)
+    assert not again.finished("key")
+    again.finish("gemv", "key", {"us": 7.5})
     third = Journal(file, IDENTITY)
-    assert third.finished("job") and third.suspected("job", B)
-    assert third.results("gemv") == {"job": {"us": 7.5}} and third.results("attention") == {}
+    assert third.finished("key") and third.suspected("key", B)
+    assert third.results("gemv") == {"key": {"us": 7.5}} and third.results("attention") == {}
 
 
 def test_a_full_disk_names_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_a_full_disk_names_the_journal(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "open", full)
     with pytest.raises(SweepError, match=r"/j: cannot be written: the disk is full; --resume goes on once it can be$"):
-        journal.finish("gemv", "job", {"us": 1})
+        journal.finish("gemv", "key", {"us": 1})
 
 
 def test_a_journal_of_junk_is_begun_anew(tmp_path: Path) -> None:
@@ -64,10 +64,10 @@ def test_families_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_other_kernels_keeps_its_results_but_nothing_is_finished(tmp_path: Path) -> None:
-    Journal(tmp_path / "j", IDENTITY).finish("gemv", "job", {"us": 1})
+    Journal(tmp_path / "j", IDENTITY).finish("gemv", "key", {"us": 1})
     other = Journal(tmp_path / "j", {**IDENTITY, "kernels": "k2"})
-    assert not other.finished("job")
-    assert set(other.results("gemv")) == {"job"}
+    assert not other.finished("key")
+    assert set(other.results("gemv")) == {"key"}
     assert not Journal(tmp_path / "j", {**IDENTITY, "driver": "2"}).results("gemv")
 
 

@@ -65,7 +65,7 @@ class AttentionShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionJob:
+class AttentionTask:
     """One shape of attention with so many rows of the cache in use."""
 
     shape: AttentionShape
@@ -161,25 +161,25 @@ class Attention(InProgram):
     def point(self, values: Iterable[Any]) -> AttentionPoint:
         return AttentionPoint(*values)
 
-    def chosen(self, job: AttentionJob) -> Chosen[AttentionPoint]:
-        choice = self.ctx.tuning.pick("attention", n=1, **job.shape._asdict())
-        point = actual(choice, job.shape, self.ctx)
+    def chosen(self, task: AttentionTask) -> Chosen[AttentionPoint]:
+        choice = self.ctx.tuning.pick("attention", n=1, **task.shape._asdict())
+        point = actual(choice, task.shape, self.ctx)
         return Chosen(point, choice.source, point)
 
-    def starts(self, job: AttentionJob) -> list[AttentionPoint]:
-        return [self.chosen(job).incumbent]
+    def starts(self, task: AttentionTask) -> list[AttentionPoint]:
+        return [self.chosen(task).incumbent]
 
     def neighbours(self, point: AttentionPoint) -> Iterator[AttentionPoint]:
         return neighbours(point, axes(self.ctx.caps))
 
-    def refusal(self, job: AttentionJob, point: AttentionPoint, *, chosen: bool) -> str:
-        return refusal(point, job.shape, self.ctx)
+    def refusal(self, task: AttentionTask, point: AttentionPoint, *, chosen: bool) -> str:
+        return refusal(point, task.shape, self.ctx)
 
-    def prepare(self, job: AttentionJob) -> Callable[[], Trial[AttentionPoint]]:
+    def prepare(self, task: AttentionTask) -> Callable[[], Trial[AttentionPoint]]:
         def tables(point: AttentionPoint) -> Chooser:
-            return Overrides(self.ctx.tuning, {"attention": point._asdict()}, "sweep", job.shape._asdict())
+            return Overrides(self.ctx.tuning, {"attention": point._asdict()}, "sweep", task.shape._asdict())
 
-        return lambda: ProgramTrial(self._tokens, self.ctx, job.line, tables)
+        return lambda: ProgramTrial(self._tokens, self.ctx, task.line, tables)
 
     def rows(self, results: Sequence[TuneResult[AttentionPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
         """Those the table has, the newest result's in the place of one that matches the same, or did so when tuning gave what it had

@@ -70,7 +70,7 @@ class PromptPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PromptJob:
+class PromptTask:
     """Attention of n tokens after `depth` others, by what the tables tell apart, and a window and sinks if the layer has them."""
 
     n: int
@@ -115,28 +115,28 @@ class PromptJob:
         return Node(small.op, inputs, (dataclasses.replace(out, shape=(self.n, *out.shape[1:])),), small.params)
 
 
-def jobs_for(nodes: Iterable[Node], depth: int, ctx: LowerContext) -> tuple[list[PromptJob], list[str]]:
-    """A job for each shape of attention among the nodes of a prompt, and texts about those that are passed over. Of layers that tables
+def tasks_for(nodes: Iterable[Node], depth: int, ctx: LowerContext) -> tuple[list[PromptTask], list[str]]:
+    """A task for each shape of attention among the nodes of a prompt, and texts about those that are passed over. Of layers that tables
     cannot tell apart one without a window, if there is one."""
-    jobs: dict[str, PromptJob] = {}
+    tasks: dict[str, PromptTask] = {}
     for node in nodes:
         if node.op != "FLASH_ATTN_EXT":
             continue
         (n, n_head, head_dim), n_head_kv = node.inputs[0].shape, node.inputs[1].shape[0]
-        job = PromptJob(n, n_head, n_head_kv, head_dim, depth, int(node.params.get("window", 0)), len(node.inputs) > 4)
-        known = jobs.get(json.dumps([job.match, job.sizes]))
+        task = PromptTask(n, n_head, n_head_kv, head_dim, depth, int(node.params.get("window", 0)), len(node.inputs) > 4)
+        known = tasks.get(json.dumps([task.match, task.sizes]))
         if known is None or known.window:
-            jobs[json.dumps([job.match, job.sizes])] = job
-    found = list(jobs.values())
-    said = {job.key: _passed_over(job, ctx) for job in found}
+            tasks[json.dumps([task.match, task.sizes])] = task
+    found = list(tasks.values())
+    said = {task.key: _passed_over(task, ctx) for task in found}
     return [j for j in found if not said[j.key]], [f"{j.line} passed over: {said[j.key]}" for j in found if said[j.key]]
 
 
-def _passed_over(job: PromptJob, ctx: LowerContext) -> str:
-    if job.n <= DECODE_TOKENS:
+def _passed_over(task: PromptTask, ctx: LowerContext) -> str:
+    if task.n <= DECODE_TOKENS:
         return f"up to {DECODE_TOKENS} tokens take the kernel of generation"
     try:
-        return too_long(OPS["FLASH_ATTN_EXT"].lower(job.node(), ctx), ctx.caps)
+        return too_long(OPS["FLASH_ATTN_EXT"].lower(task.node(), ctx), ctx.caps)
     except PlanError as e:
         return str(e)
 
@@ -271,14 +271,14 @@ class PromptAttention:
     def point(self, values: Iterable[Any]) -> PromptPoint:
         return PromptPoint(*values)
 
-    def chosen(self, job: PromptJob) -> Chosen[PromptPoint]:
-        node, shipped = job.node(), Tuning.for_device(self.ctx.caps, tuning_root())
-        query = {**job.match, "n": job.n, "n_ctx": job.depth + job.n}
+    def chosen(self, task: PromptTask) -> Chosen[PromptPoint]:
+        node, shipped = task.node(), Tuning.for_device(self.ctx.caps, tuning_root())
+        query = {**task.match, "n": task.n, "n_ctx": task.depth + task.n}
         incumbent = actual(node, dataclasses.replace(self.ctx, tuning=shipped))
         return Chosen(incumbent, shipped.pick("attention", **query).source, actual(node, self.ctx))
 
-    def starts(self, job: PromptJob) -> list[PromptPoint]:
-        chosen, node = self.chosen(job), job.node()
+    def starts(self, task: PromptTask) -> list[PromptPoint]:
+        chosen, node = self.chosen(task), task.node()
         found = [chosen.incumbent, chosen.present]
         for guess in guesses(self.ctx.caps):
             with suppress(PlanError):
@@ -288,13 +288,13 @@ class PromptAttention:
     def neighbours(self, point: PromptPoint) -> Iterator[PromptPoint]:
         return neighbours(point, self.ctx.caps)
 
-    def refusal(self, job: PromptJob, point: PromptPoint, *, chosen: bool) -> str:
-        return refusal(job.node(), point, self.ctx)
+    def refusal(self, task: PromptTask, point: PromptPoint, *, chosen: bool) -> str:
+        return refusal(task.node(), point, self.ctx)
 
-    def prepare(self, job: PromptJob) -> Callable[[], Trial[PromptPoint]]:
-        problem = job.build()
+    def prepare(self, task: PromptTask) -> Callable[[], Trial[PromptPoint]]:
+        problem = task.build()
         with suppress(VkbackError):  # said again, for the point it is about, when that is tried
-            compile_points(self.device, self.library, job.node(), self.starts(job), self.ctx)
+            compile_points(self.device, self.library, task.node(), self.starts(task), self.ctx)
         tokens, want = sample(problem)
 
         def open_trial() -> PromptTrial:

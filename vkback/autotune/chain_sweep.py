@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.autotune.gemvs import Gemvs
-from vkback.autotune.points import Job, Point, compile_points, lowered
+from vkback.autotune.points import Point, Task, compile_points, lowered
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import Trial
 from vkback.device import Capabilities, Device
@@ -87,7 +87,7 @@ def expected(problem: Problem, gemv: LinearProblem) -> Expected:
     return Expected(np.concatenate(columns), np.concatenate(parts, axis=-1))
 
 
-def wrong(bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> str:
+def wrong(bench: Bench, task: Task, ctx: LowerContext, want: Expected) -> str:
     """What is wrong with the result of the kernel that `ctx` leads to; "" when it is right."""
     node = bench.problem.node
     got = bench.outputs(ctx)[node.outputs[0].name]
@@ -98,10 +98,10 @@ def wrong(bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> str:
 
 
 class ChainTrial:
-    """A job in a chain of launches."""
+    """A task in a chain of launches."""
 
-    def __init__(self, bench: Bench, job: Job, ctx: LowerContext, want: Expected) -> None:
-        self._bench, self._job, self._ctx, self._want = bench, job, ctx, want
+    def __init__(self, bench: Bench, task: Task, ctx: LowerContext, want: Expected) -> None:
+        self._bench, self._task, self._ctx, self._want = bench, task, ctx, want
 
     def __enter__(self) -> Self:
         return self
@@ -110,19 +110,19 @@ class ChainTrial:
         self._bench.__exit__()
 
     def compile(self, points: Iterable[Point]) -> None:
-        compile_points(self._bench.device, self._bench.library, points, self._job, self._ctx)
+        compile_points(self._bench.device, self._bench.library, points, self._task, self._ctx)
 
     def wrong(self, point: Point) -> str:
-        return wrong(self._bench, self._job, self._job.context(self._ctx, point), self._want)
+        return wrong(self._bench, self._task, self._task.context(self._ctx, point), self._want)
 
     def measure(self, point: Point, repetitions: int) -> Measurement:
-        return self._bench.measure(self._job.context(self._ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
+        return self._bench.measure(self._task.context(self._ctx, point), chained=True, repetitions=repetitions, warm_s=WARM_S)
 
     def throughput(self, point: Point) -> float:
-        return self._bench.measure(self._job.context(self._ctx, point), chained=False, warm_s=WARM_S).us
+        return self._bench.measure(self._task.context(self._ctx, point), chained=False, warm_s=WARM_S).us
 
     def nbytes(self, point: Point) -> int:
-        return sum(d.nbytes for d in lowered(point, self._job, self._ctx))
+        return sum(d.nbytes for d in lowered(point, self._task, self._ctx))
 
 
 def guesses(caps: Capabilities, shipped: Point) -> list[Point]:
@@ -145,19 +145,19 @@ class ChainGemvs(Gemvs):
     def opened(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def prepare(self, job: Job) -> Callable[[], Trial[Point]]:
-        problem = job.problem.build()
+    def prepare(self, task: Task) -> Callable[[], Trial[Point]]:
+        problem = task.problem.build()
         with suppress(VkbackError):  # said again, for the point it is about, when that is tried
-            compile_points(self.device, self.library, self.starts(job), job, self.ctx)
-        want = expected(problem, job.problem)
+            compile_points(self.device, self.library, self.starts(task), task, self.ctx)
+        want = expected(problem, task.problem)
 
         def open_trial() -> ChainTrial:
-            bench = Bench(self.device, self.library, problem, job.context(self.ctx), cold_bytes=self.cold_bytes)
-            return ChainTrial(bench, job, self.ctx, want)
+            bench = Bench(self.device, self.library, problem, task.context(self.ctx), cold_bytes=self.cold_bytes)
+            return ChainTrial(bench, task, self.ctx, want)
 
         return open_trial
 
-    def guesses(self, job: Job, shipped: Point) -> list[Point]:
+    def guesses(self, task: Task, shipped: Point) -> list[Point]:
         return guesses(self.ctx.caps, shipped)
 
     def learn(self, tables: Tuning) -> None:

@@ -62,7 +62,7 @@ class DeviceTable:
         return Tuning.for_device(self._caps, tuning_root(), user=self._folder)
 
     def keep(self, tunable: Tunable[Any, S], result: TuneResult[S]) -> None:
-        """Write down what a job came to, in the journal and in the table. The table is checked as any table before it takes the old
+        """Write down what a task came to, in the journal and in the table. The table is checked as any table before it takes the old
         one's place; rows of other families stay as they are.
 
         Raises SweepError when the table cannot be written.

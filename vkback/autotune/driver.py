@@ -1,7 +1,7 @@
-"""The driver of all sweeps: for each job a search, a duel with the incumbent, a line in the journal and rows in the device's table.
+"""The driver of all sweeps: for each task a search, a duel with the incumbent, a line in the journal and rows in the device's table.
 
 The search (vkback/autotune/search.py) begins at what the tables say and at points that have won elsewhere. It then changes one parameter
-of the best point at a time, and some pairs, until nothing is better or the job's part of the budget is spent. Every point's result is
+of the best point at a time, and some pairs, until nothing is better or the task's part of the budget is spent. Every point's result is
 checked before it is timed. A tunable (vkback/autotune/tunable.py) says what is searched and what a point costs.
 
 Results go into a journal beside the device's table, a line an event, so that a run that was cut short can go on.
@@ -26,23 +26,23 @@ from vkback.autotune.tunable import J, S, Trial, Tunable, TuneResult
 class Watcher:
     """What a sweep tells while it runs; the command draws a progress bar from it.
 
-    begin  a job, its number from 0, and how many there are
-    point  a job, a point of it, and what became of the point
-    end    a job's result
-    fault  why a job could not be tuned
+    begin  a task, its number from 0, and how many there are
+    point  a task, a point of it, and what became of the point
+    end    a task's result
+    fault  why a task could not be tuned
     """
 
-    begin: Callable[[Any, int, int], None] = lambda job, number, total: None
-    point: Callable[[Any, Any, str], None] = lambda job, point, said: None
+    begin: Callable[[Any, int, int], None] = lambda task, number, total: None
+    point: Callable[[Any, Any, str], None] = lambda task, point, said: None
     end: Callable[[TuneResult[Any]], None] = lambda result: None
     fault: Callable[[str], None] = lambda text: None
 
 
 class Sweep(Generic[J, S]):
-    """Tunes jobs on a device and keeps its table.
+    """Tunes tasks on a device and keeps its table.
 
     read_rate  of the device, GB/s
-    budget_s   seconds for all jobs; each gets an equal part of what is left
+    budget_s   seconds for all tasks; each gets an equal part of what is left
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Sweep(Generic[J, S]):
         """All that the journal has of the tunable."""
         return self.own.results(self.tunable.journal, self.tunable.point)
 
-    def run(self, jobs: Sequence[J], *, resume: bool = False) -> list[TuneResult[S]]:
-        """Tune each job and write the table after each, until the budget is spent; the first is done in any case. A job whose present
+    def run(self, tasks: Sequence[J], *, resume: bool = False) -> list[TuneResult[S]]:
+        """Tune each task and write the table after each, until the budget is spent; the first is done in any case. A task whose present
         kernel is wrong is left with a text in `faults`.
 
-        resume  pass over the jobs that the journal has a result for
+        resume  pass over the tasks that the journal has a result for
         """
-        todo = [j for j in jobs if not (resume and self.own.journal.finished(j.key))]
+        todo = [j for j in tasks if not (resume and self.own.journal.finished(j.key))]
         if not todo:
             return []
         with self.tunable.opened():
@@ -75,25 +75,25 @@ class Sweep(Generic[J, S]):
         results: list[TuneResult[S]] = []
         with ThreadPoolExecutor(1) as ahead:
             next_one = ahead.submit(self.tunable.prepare, todo[0])
-            for i, job in enumerate(todo):
+            for i, task in enumerate(todo):
                 left = self.budget_s - (time.monotonic() - start)
                 if left <= 0 and i:
                     next_one.cancel()
                     break
-                self.watcher.begin(job, i, len(todo))
+                self.watcher.begin(task, i, len(todo))
                 open_trial = next_one.result()
                 more = i + 1 < len(todo)
                 if more and not software:
                     next_one = ahead.submit(self.tunable.prepare, todo[i + 1])
-                results += self._finish(job, open_trial, time.monotonic() + left / (len(todo) - i))
+                results += self._finish(task, open_trial, time.monotonic() + left / (len(todo) - i))
                 if more and software:
                     next_one = ahead.submit(self.tunable.prepare, todo[i + 1])
         return results
 
-    def _finish(self, job: J, open_trial: Callable[[], Trial[S]], deadline: float) -> list[TuneResult[S]]:
-        """Tune a job and keep its result; nothing where its present kernel is wrong."""
+    def _finish(self, task: J, open_trial: Callable[[], Trial[S]], deadline: float) -> list[TuneResult[S]]:
+        """Tune a task and keep its result; nothing where its present kernel is wrong."""
         try:
-            result = self._tune(job, open_trial, deadline)
+            result = self._tune(task, open_trial, deadline)
         except SweepError as e:
             self.faults.append(str(e))
             self.watcher.fault(str(e))
@@ -103,25 +103,25 @@ class Sweep(Generic[J, S]):
         self.watcher.end(result)
         return [result]
 
-    def _tune(self, job: J, open_trial: Callable[[], Trial[S]], deadline: float) -> TuneResult[S]:
+    def _tune(self, task: J, open_trial: Callable[[], Trial[S]], deadline: float) -> TuneResult[S]:
         tunable, share = self.tunable, self.tunable.relative_noise
-        chosen = tunable.chosen(job)
+        chosen = tunable.chosen(task)
         before, present = chosen.incumbent, chosen.present
 
         def refusal(point: S) -> str:
             by_tables = point in (before, present)
-            return tunable.refusal(job, point, chosen=by_tables) or self.own.journal.refusal(job.key, point)
+            return tunable.refusal(task, point, chosen=by_tables) or self.own.journal.refusal(task.key, point)
 
         with open_trial() as trial:
             search = Search(
                 trial,
                 refusal,
-                partial(self.watcher.point, job),
+                partial(self.watcher.point, task),
                 deadline,
                 tunable.ctx.caps.software,
-                partial(self.own.journal.trying, job.key),
+                partial(self.own.journal.trying, task.key),
             )
-            search.begin(tunable.starts(job), before, f"{job.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
+            search.begin(tunable.starts(task), before, f"{task.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
             search.hill_climb(tunable.neighbours)
             challengers = [p for p in (present, *search.best(2)) if p in search.measured]
             after, measured = duel(trial, before, challengers, share)
@@ -129,10 +129,10 @@ class Sweep(Generic[J, S]):
             nbytes = trial.nbytes(after)
             timed = {**search.measured, **measured}  # the duel's figures are of more repetitions
         return TuneResult(
-            key=job.key,
-            line=job.line,
-            match=job.match,
-            sizes=job.sizes,
+            key=task.key,
+            line=task.line,
+            match=task.match,
+            sizes=task.sizes,
             before=before,
             source=chosen.source,
             latency_before=measured[before].us,

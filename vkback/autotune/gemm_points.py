@@ -1,7 +1,7 @@
 """Points of the GEMM family: which kernel a product of several tokens takes, and in which tiles; and which of them a sweep may try.
 
-A *job* is one weight shape times n tokens, with what is fused around it. The kernel is one of the axes: "gemv", where the GEMV
-kernels, 16 tokens at a time, are as quick as any, or one of the GEMMs. So jobs of one weight and several n show where they cross.
+A *task* is one weight shape times n tokens, with what is fused around it. The kernel is one of the axes: "gemv", where the GEMV
+kernels, 16 tokens at a time, are as quick as any, or one of the GEMMs. So tasks of one weight and several n show where they cross.
 A point that the planner would adjust, or that the device cannot run, is refused before anything is compiled.
 """
 
@@ -80,7 +80,7 @@ class GemmPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GemmJob:
+class GemmTask:
     """A product of several tokens. problem: x and output are F32, and there is no norm before it, as a prompt has it.
 
     count  products of it in a prompt, for the order of work
@@ -110,7 +110,7 @@ class GemmJob:
 
     @property
     def weight(self) -> tuple[Any, ...]:
-        """Jobs with the same one use the same weights."""
+        """Tasks with the same one use the same weights."""
         return dataclasses.astuple(dataclasses.replace(self.problem, n=1))
 
     @property
@@ -127,36 +127,36 @@ def as_prompt(problem: LinearProblem) -> LinearProblem:
     return dataclasses.replace(problem, roles=tuple(r for r in problem.roles if r != "norm"), x="F32", out="F32")
 
 
-def jobs_for(problems: Iterable[tuple[LinearProblem, int]], ctx: LowerContext) -> tuple[list[GemmJob], list[str]]:
-    """A job for each product, those of a weight together, the most operations first; and texts about those that are passed over. Of
+def tasks_for(problems: Iterable[tuple[LinearProblem, int]], ctx: LowerContext) -> tuple[list[GemmTask], list[str]]:
+    """A task for each product, those of a weight together, the most operations first; and texts about those that are passed over. Of
     products that tables cannot tell apart the one with most inputs."""
     matrices = matrix_shape(ctx.caps) is not None and ctx.act == "auto"
-    jobs: dict[str, GemmJob] = {}
+    tasks: dict[str, GemmTask] = {}
     said: list[str] = []
     for problem, count in problems:
         plain = as_prompt(problem)
         path, _ = path_for(plain.quant, plain.m, plain.k, plain.n, plain.experts, ctx)
-        job = GemmJob(plain, matrices, path, count)
-        known = jobs.get(job.key)
+        task = GemmTask(plain, matrices, path, count)
+        known = tasks.get(task.key)
         if known is not None:
-            job = dataclasses.replace(max(job, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
-        jobs[job.key] = job
-    for key, job in list(jobs.items()):
-        if why := _passed_over(job, ctx):
-            said.append(f"{job.line} passed over: {why}")
-            del jobs[key]
+            task = dataclasses.replace(max(task, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
+        tasks[task.key] = task
+    for key, task in list(tasks.items()):
+        if why := _passed_over(task, ctx):
+            said.append(f"{task.line} passed over: {why}")
+            del tasks[key]
     weights: dict[tuple[Any, ...], int] = {}
-    for job in jobs.values():
-        weights[job.weight] = weights.get(job.weight, 0) + job.count * job.flops
-    return sorted(jobs.values(), key=lambda j: (-weights[j.weight], j.weight, -j.problem.n)), said
+    for task in tasks.values():
+        weights[task.weight] = weights.get(task.weight, 0) + task.count * task.flops
+    return sorted(tasks.values(), key=lambda j: (-weights[j.weight], j.weight, -j.problem.n)), said
 
 
-def _passed_over(job: GemmJob, ctx: LowerContext) -> str:
-    """Why a job is not tuned; "" when it is."""
-    if job.problem.n < 2:
+def _passed_over(task: GemmTask, ctx: LowerContext) -> str:
+    """Why a task is not tuned; "" when it is."""
+    if task.problem.n < 2:
         return "one token is for GEMVs (--op gemv)"
     try:
-        return too_long(OPS["LINEAR"].lower(job.node(), ctx), ctx.caps)
+        return too_long(OPS["LINEAR"].lower(task.node(), ctx), ctx.caps)
     except PlanError as e:
         return str(e)
 
@@ -178,30 +178,30 @@ def point_of(choice: ProductChoice) -> GemmPoint:
     return GemmPoint("coop_mat", s.tile_m, s.tile_n, s.step_k, s.warp_m, s.warp_n, s.split_k)
 
 
-def actual(job: GemmJob, ctx: LowerContext) -> tuple[GemmPoint, str]:
+def actual(task: GemmTask, ctx: LowerContext) -> tuple[GemmPoint, str]:
     """The point that the tables of a context lead to, and the row it comes from."""
-    choice = choose(LinearNode.of(job.node()), ctx)
+    choice = choose(LinearNode.of(task.node()), ctx)
     return point_of(choice), choice.source
 
 
-def lowered(job: GemmJob, point: GemmPoint, ctx: LowerContext) -> list[Dispatch]:
-    return OPS["LINEAR"].lower(job.node(), with_point(ctx, point))
+def lowered(task: GemmTask, point: GemmPoint, ctx: LowerContext) -> list[Dispatch]:
+    return OPS["LINEAR"].lower(task.node(), with_point(ctx, point))
 
 
-def refusal(job: GemmJob, point: GemmPoint, ctx: LowerContext, *, chosen: bool = False) -> str:
+def refusal(task: GemmTask, point: GemmPoint, ctx: LowerContext, *, chosen: bool = False) -> str:
     """Why a point is not worth compiling: the planner would make another of it, the device cannot run it, or it holds too much in
     registers; "" when it is. chosen: the tables lead to it, so that it is tried however much it takes."""
     caps = ctx.caps
     try:
-        got, _ = actual(job, with_point(ctx, point))
+        got, _ = actual(task, with_point(ctx, point))
         if point.kernel in ("coop_mat", "coop_reg") and got.kernel == "gemv":
             return MISFIT
         for name, a, b in zip(GemmPoint._fields, point, got, strict=True):
             if a != b:
                 return f"{name} = {a} would become {b}"
-        if point.kernel in ("coop_mat", "coop_reg") and not chosen and (why := _too_large(point, job, caps)):
+        if point.kernel in ("coop_mat", "coop_reg") and not chosen and (why := _too_large(point, task, caps)):
             return why
-        dispatches = lowered(job, point, ctx)
+        dispatches = lowered(task, point, ctx)
         for dispatch in dispatches:
             check_limits(dispatch, caps)
     except PlanError as e:
@@ -209,21 +209,21 @@ def refusal(job: GemmJob, point: GemmPoint, ctx: LowerContext, *, chosen: bool =
     return too_long(dispatches, caps)
 
 
-def _too_large(point: GemmPoint, job: GemmJob, caps: Capabilities) -> str:
+def _too_large(point: GemmPoint, task: GemmTask, caps: Capabilities) -> str:
     if point.kernel == "coop_reg":
-        if point.tile_n >= 2 * max(job.problem.n, 8):
+        if point.tile_n >= 2 * max(task.problem.n, 8):
             return f"half of {point.tile_n} columns and more would be empty"
-        return f"{point.slice_k} subgroups for a row of {job.problem.k} weights" if 128 * point.slice_k > job.problem.k else ""
+        return f"{point.slice_k} subgroups for a row of {task.problem.k} weights" if 128 * point.slice_k > task.problem.k else ""
     sums = point.warp_m * point.warp_n // caps.subgroup_size
     threads = point.tile_m // point.warp_m * (point.tile_n // point.warp_n) * caps.subgroup_size
     if sums > SUM_REGISTERS and not caps.software:
         return f"{sums} sums a thread, at most {SUM_REGISTERS} are worth trying"
     if (sums + OTHER_REGISTERS) * threads > CORE_REGISTERS and not caps.software:
         return f"{sums} sums and {OTHER_REGISTERS} other registers in each of {threads} threads: a core has {CORE_REGISTERS}"
-    if point.tile_n >= 2 * max(job.problem.n * max(1, job.problem.n_used), matrix_columns(caps)):
+    if point.tile_n >= 2 * max(task.problem.n * max(1, task.problem.n_used), matrix_columns(caps)):
         return f"half of {point.tile_n} columns and more would be empty"
-    if point.split_k > max(1, job.problem.k // point.step_k):
-        return f"{point.split_k} parts of a row of {job.problem.k} weights in steps of {point.step_k}"
+    if point.split_k > max(1, task.problem.k // point.step_k):
+        return f"{point.split_k} parts of a row of {task.problem.k} weights in steps of {point.step_k}"
     return ""
 
 
@@ -280,34 +280,34 @@ REGISTERS = {False: ((16, 16, 8), (16, 16, 4), (16, 16, 16), (64, 16, 2), (32, 3
 """tile_m, warp_m and slice_k of coop_reg; on CPU drivers, which compile it for long, the least."""
 
 
-def guesses(job: GemmJob, caps: Capabilities) -> Iterator[GemmPoint]:
+def guesses(task: GemmTask, caps: Capabilities) -> Iterator[GemmPoint]:
     """Points of each kernel that have won somewhere, the plainest first."""
     yield GemmPoint("gemv")
-    if job.matrices and job.problem.n <= 32 and job.problem.experts == "none":
-        columns = 8 if job.problem.n <= 8 else 16 if job.problem.n <= 16 else 32
+    if task.matrices and task.problem.n <= 32 and task.problem.experts == "none":
+        columns = 8 if task.problem.n <= 8 else 16 if task.problem.n <= 16 else 32
         yield from (GemmPoint("coop_reg", m, columns, warp_m=warp_m, slice_k=k) for m, warp_m, k in REGISTERS[caps.software])
-    if job.matrices:
-        yield from _matrix_guesses(job, caps)
-    if job.path == "int":
+    if task.matrices:
+        yield from _matrix_guesses(task, caps)
+    if task.path == "int":
         yield from (GemmPoint("int_dot", tile_n=n) for n in COLUMNS)
-    if caps.software or job.path == "float":
+    if caps.software or task.path == "float":
         yield from (GemmPoint("f32", tile_n=n) for n in COLUMNS)
 
 
-def _matrix_guesses(job: GemmJob, caps: Capabilities) -> Iterator[GemmPoint]:
+def _matrix_guesses(task: GemmTask, caps: Capabilities) -> Iterator[GemmPoint]:
     if caps.software:
         a = axes(caps)
         yield from (GemmPoint("coop_mat", a["tile_m"][-1], n, 32, a["warp_m"][-1], min(n, a["warp_n"][-1])) for n in a["tile_n"])
         return
-    slots = job.problem.n * max(1, job.problem.n_used)
-    if job.problem.experts != "none":  # slots of one expert fill a tile
-        slots = min(slots, 2 * slots // max(1, job.problem.n_expert))
+    slots = task.problem.n * max(1, task.problem.n_used)
+    if task.problem.experts != "none":  # slots of one expert fill a tile
+        slots = min(slots, 2 * slots // max(1, task.problem.n_expert))
     cores = caps.shader_cores or 64
     for tile_m, tile_n, step_k, warp_m, warp_n in SMALL if slots <= 32 else MIDDLE if slots <= 128 else LARGE:
         yield GemmPoint("coop_mat", tile_m, tile_n, step_k, warp_m, warp_n)
-        tiles = -(-job.problem.m // tile_m) * -(-slots // tile_n)
+        tiles = -(-task.problem.m // tile_m) * -(-slots // tile_n)
         # A full last wave of workgroups: as many parts as fill the cores once or twice.
-        for parts in sorted({round(cores * waves / tiles) for waves in (1, 2)} - {0, 1}) if job.problem.experts == "none" else ():
+        for parts in sorted({round(cores * waves / tiles) for waves in (1, 2)} - {0, 1}) if task.problem.experts == "none" else ():
             yield GemmPoint("coop_mat", tile_m, tile_n, step_k, warp_m, warp_n, min(16, parts))
 
 
@@ -338,7 +338,7 @@ def neighbours(point: GemmPoint, caps: Capabilities) -> Iterator[GemmPoint]:
         yield point._replace(**{up: 2 * getattr(point, up), down: max(1, getattr(point, down) // 2)})
 
 
-def compile_points(device: Device, library: ShaderLibrary, job: GemmJob, points: Iterable[GemmPoint], ctx: LowerContext) -> None:
+def compile_points(device: Device, library: ShaderLibrary, task: GemmTask, points: Iterable[GemmPoint], ctx: LowerContext) -> None:
     """Kernels of points that are not refused."""
-    good = [p for p in points if not refusal(job, p, ctx)]
-    compile_kernels(device, library, [d for p in good for d in lowered(job, p, ctx)])
+    good = [p for p in points if not refusal(task, p, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(task, p, ctx)])

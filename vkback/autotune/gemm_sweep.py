@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.autotune import gemm_points as points
-from vkback.autotune.gemm_points import GemmJob, GemmPoint, actual, compile_points, guesses, lowered, neighbours, with_point
+from vkback.autotune.gemm_points import GemmPoint, GemmTask, actual, compile_points, guesses, lowered, neighbours, with_point
 from vkback.autotune.gemm_rows import gemm_rows
 from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, Trial, TuneResult
@@ -61,9 +61,9 @@ class Sample:
     values: Array
 
 
-def sample(problem: Problem, job: GemmJob) -> Sample:
-    """The reference of a job, for tokens and columns drawn all over it. problem: of the job's weight, with as many tokens or more."""
-    p, rng = job.problem, np.random.default_rng(11)
+def sample(problem: Problem, task: GemmTask) -> Sample:
+    """The reference of a task, for tokens and columns drawn all over it. problem: of the task's weight, with as many tokens or more."""
+    p, rng = task.problem, np.random.default_rng(11)
     used, outs = max(1, p.n_used), p.m >> p.glu
     count = min(p.n, max(1, CHECKED_SLOTS // used)) if p.n_expert else p.n
     tokens = _drawn(rng, p.n, count)
@@ -99,20 +99,20 @@ def _drawn(rng: np.random.Generator, n: int, count: int) -> npt.NDArray[np.intp]
 
 
 class GemmTrial:
-    """A job in a chain of launches. quickest: kept up to date with the shortest time of each kernel, in microseconds."""
+    """A task in a chain of launches. quickest: kept up to date with the shortest time of each kernel, in microseconds."""
 
-    def __init__(self, bench: Bench, job: GemmJob, ctx: LowerContext, want: Sample, quickest: dict[Kernel, float]) -> None:
-        self._bench, self._job, self._ctx, self._want, self._quickest = bench, job, ctx, want, quickest
-        self._node = job.node()
+    def __init__(self, bench: Bench, task: GemmTask, ctx: LowerContext, want: Sample, quickest: dict[Kernel, float]) -> None:
+        self._bench, self._task, self._ctx, self._want, self._quickest = bench, task, ctx, want, quickest
+        self._node = task.node()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing: the next job may have the same weights."""
+        """Nothing: the next task may have the same weights."""
 
     def compile(self, points: Iterable[GemmPoint]) -> None:
-        compile_points(self._bench.device, self._bench.library, self._job, points, self._ctx)
+        compile_points(self._bench.device, self._bench.library, self._task, points, self._ctx)
 
     def wrong(self, point: GemmPoint) -> str:
         ctx = with_point(self._ctx, point)
@@ -134,19 +134,19 @@ class GemmTrial:
     def _measured(self, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
         ctx, launches = with_point(self._ctx, point), None
         if self._ctx.caps.software:
-            launches = max(1, int(SOFTWARE_RUN_US / predicted_us(lowered(self._job, point, self._ctx), self._ctx.caps)))
+            launches = max(1, int(SOFTWARE_RUN_US / predicted_us(lowered(self._task, point, self._ctx), self._ctx.caps)))
         return self._bench.measure(ctx, chained=chained, repetitions=repetitions, warm_s=WARM_S, node=self._node, launches=launches)
 
     def nbytes(self, point: GemmPoint) -> int:
-        return sum(d.nbytes for d in lowered(self._job, point, self._ctx))
+        return sum(d.nbytes for d in lowered(self._task, point, self._ctx))
 
 
 class Gemms:
     """Products of several tokens as a `Tunable`. The incumbent is what the tables that come with vkback say.
 
-    jobs        all that will be asked for: those of one weight share its copies on the device
+    tasks        all that will be asked for: those of one weight share its copies on the device
     cold_bytes  weights in rotation, more than any cache holds
-    quickest    by job and kernel, the shortest time measured so far, in microseconds
+    quickest    by task and kernel, the shortest time measured so far, in microseconds
     """
 
     journal = "gemm"
@@ -154,14 +154,14 @@ class Gemms:
     relative_noise = RELATIVE_NOISE
 
     def __init__(
-        self, device: Device, library: ShaderLibrary, ctx: LowerContext, jobs: Sequence[GemmJob], *, cold_bytes: int | None = None
+        self, device: Device, library: ShaderLibrary, ctx: LowerContext, tasks: Sequence[GemmTask], *, cold_bytes: int | None = None
     ) -> None:
         self.device, self.library, self.ctx = device, library, ctx
         self.cold_bytes = cold_bytes if cold_bytes is not None else SOFTWARE_COLD_BYTES if device.caps.software else COLD_BYTES
         self.quickest: dict[str, dict[Kernel, float]] = {}
-        self._largest: dict[tuple[Any, ...], GemmJob] = {}
-        for job in sorted(jobs, key=lambda j: j.problem.n):
-            self._largest[job.weight] = job
+        self._largest: dict[tuple[Any, ...], GemmTask] = {}
+        for task in sorted(tasks, key=lambda j: j.problem.n):
+            self._largest[task.weight] = task
         self._problem: tuple[tuple[Any, ...], Problem] | None = None
         self._bench: tuple[tuple[Any, ...], Bench] | None = None
 
@@ -180,39 +180,39 @@ class Gemms:
     def point(self, values: Iterable[Any]) -> GemmPoint:
         return GemmPoint(*values)
 
-    def chosen(self, job: GemmJob) -> Chosen[GemmPoint]:
+    def chosen(self, task: GemmTask) -> Chosen[GemmPoint]:
         shipped = Tuning.for_device(self.ctx.caps, tuning_root())
-        incumbent, source = actual(job, LowerContext(self.ctx.caps, shipped, self.ctx.act, fragments=self.ctx.fragments))
-        return Chosen(incumbent, source, actual(job, self.ctx)[0])
+        incumbent, source = actual(task, LowerContext(self.ctx.caps, shipped, self.ctx.act, fragments=self.ctx.fragments))
+        return Chosen(incumbent, source, actual(task, self.ctx)[0])
 
-    def starts(self, job: GemmJob) -> list[GemmPoint]:
-        chosen = self.chosen(job)
+    def starts(self, task: GemmTask) -> list[GemmPoint]:
+        chosen = self.chosen(task)
         found = [chosen.incumbent, chosen.present]
-        for guess in guesses(job, self.ctx.caps):
+        for guess in guesses(task, self.ctx.caps):
             with suppress(PlanError):
-                found.append(actual(job, with_point(self.ctx, guess))[0])
+                found.append(actual(task, with_point(self.ctx, guess))[0])
         return list(dict.fromkeys(found))
 
     def neighbours(self, point: GemmPoint) -> Iterator[GemmPoint]:
         return neighbours(point, self.ctx.caps)
 
-    def refusal(self, job: GemmJob, point: GemmPoint, *, chosen: bool) -> str:
-        return points.refusal(job, point, self.ctx, chosen=chosen)
+    def refusal(self, task: GemmTask, point: GemmPoint, *, chosen: bool) -> str:
+        return points.refusal(task, point, self.ctx, chosen=chosen)
 
-    def prepare(self, job: GemmJob) -> Callable[[], Trial[GemmPoint]]:
-        largest = self._largest[job.weight]
-        if self._problem is None or self._problem[0] != job.weight:
-            self._problem = job.weight, largest.problem.build()
+    def prepare(self, task: GemmTask) -> Callable[[], Trial[GemmPoint]]:
+        largest = self._largest[task.weight]
+        if self._problem is None or self._problem[0] != task.weight:
+            self._problem = task.weight, largest.problem.build()
         problem = self._problem[1]
         with suppress(VkbackError):  # said again, for the point it is about, when that is tried
-            compile_points(self.device, self.library, job, self.starts(job), self.ctx)
-        want = sample(problem, job)
+            compile_points(self.device, self.library, task, self.starts(task), self.ctx)
+        want = sample(problem, task)
 
         def open_trial() -> GemmTrial:
-            if self._bench is None or self._bench[0] != job.weight:
+            if self._bench is None or self._bench[0] != task.weight:
                 self._close()
-                self._bench = job.weight, Bench(self.device, self.library, problem, self.ctx, cold_bytes=self.cold_bytes)
-            return GemmTrial(self._bench[1], job, self.ctx, want, self.quickest.setdefault(job.key, {}))
+                self._bench = task.weight, Bench(self.device, self.library, problem, self.ctx, cold_bytes=self.cold_bytes)
+            return GemmTrial(self._bench[1], task, self.ctx, want, self.quickest.setdefault(task.key, {}))
 
         return open_trial
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vkback import quants
 from vkback.autotune.gemv_rows import gemv_rows
-from vkback.autotune.points import Job, Point, actual, axes, neighbours, refusal
+from vkback.autotune.points import Point, Task, actual, axes, neighbours, refusal
 from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, TuneResult
 from vkback.ops.family import Chooser
@@ -32,32 +32,32 @@ class Gemvs(ABC):
     def point(self, values: Iterable[Any]) -> Point:
         return Point(*values)
 
-    def chosen(self, job: Job) -> Chosen[Point]:
-        shipped, source = self.picked(job, Tuning.for_device(self.ctx.caps, tuning_root()))
-        return Chosen(shipped, source, self.picked(job, self.ctx.tuning)[0])
+    def chosen(self, task: Task) -> Chosen[Point]:
+        shipped, source = self.picked(task, Tuning.for_device(self.ctx.caps, tuning_root()))
+        return Chosen(shipped, source, self.picked(task, self.ctx.tuning)[0])
 
-    def picked(self, job: Job, tables: Chooser) -> tuple[Point, str]:
+    def picked(self, task: Task, tables: Chooser) -> tuple[Point, str]:
         """The point that tables lead to, and the row it comes from."""
-        choice = tables.pick("gemv", **job.match, decoder=quants.quant(job.problem.quant).decoder, **job.sizes)
-        return actual(Point(**{k: choice[k] for k in Point._fields}), job, job.context(self.ctx)), choice.source
+        choice = tables.pick("gemv", **task.match, decoder=quants.quant(task.problem.quant).decoder, **task.sizes)
+        return actual(Point(**{k: choice[k] for k in Point._fields}), task, task.context(self.ctx)), choice.source
 
-    def starts(self, job: Job) -> list[Point]:
-        chosen = self.chosen(job)
+    def starts(self, task: Task) -> list[Point]:
+        chosen = self.chosen(task)
         out = []
-        for point in (chosen.incumbent, chosen.present, *self.guesses(job, chosen.incumbent)):
+        for point in (chosen.incumbent, chosen.present, *self.guesses(task, chosen.incumbent)):
             with suppress(PlanError):
-                out.append(actual(point, job, job.context(self.ctx)))
+                out.append(actual(point, task, task.context(self.ctx)))
         return list(dict.fromkeys(out))
 
     @abstractmethod
-    def guesses(self, job: Job, shipped: Point) -> list[Point]:
+    def guesses(self, task: Task, shipped: Point) -> list[Point]:
         """Points that a search begins at beside those of the tables. shipped: the incumbent."""
 
     def neighbours(self, point: Point) -> Iterator[Point]:
         return neighbours(point, axes(self.ctx.caps))
 
-    def refusal(self, job: Job, point: Point, *, chosen: bool) -> str:
-        return refusal(point, job, job.context(self.ctx), chosen=chosen)
+    def refusal(self, task: Task, point: Point, *, chosen: bool) -> str:
+        return refusal(point, task, task.context(self.ctx), chosen=chosen)
 
     def rows(self, results: Sequence[TuneResult[Point]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone: the range of a row depends on the sizes measured beside its own."""

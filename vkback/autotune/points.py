@@ -1,6 +1,6 @@
 """Points of the GEMV family: which of them a sweep may try, and the neighbours of each.
 
-A *job* is one GEMV on one path: in a chain of its own launches with barriers between, or in the program of a model's token with
+A *task* is one GEMV on one path: in a chain of its own launches with barriers between, or in the program of a model's token with
 barrier-free stages. A point that the planner would adjust, or that the device cannot run, is refused before anything is compiled.
 """
 
@@ -60,7 +60,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class Task:
     """A GEMV on one path.
 
     count    launches of it in a token, for the order of work
@@ -93,7 +93,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The journal's key. Jobs with equal keys are the same to the tables."""
+        """The journal's key. Tasks with equal keys are the same to the tables."""
         return json.dumps([self.match, self.problem.m, self.problem.k], sort_keys=True)
 
     @property
@@ -107,14 +107,14 @@ class Job:
         return dataclasses.replace(ctx, tuning=tuning, act=act, sync="sentinel" if self.program else "barrier")
 
 
-def jobs_for(
+def tasks_for(
     problems: Iterable[tuple[LinearProblem, int]],
     ctx: LowerContext,
     paths: Literal["auto", "int", "float", "both"] = "auto",
     program: str = "",
-) -> list[Job]:
-    """A job for each GEMV and path, the most bytes a token first. Of GEMVs that tables cannot tell apart the one with most inputs."""
-    jobs: dict[str, Job] = {}
+) -> list[Task]:
+    """A task for each GEMV and path, the most bytes a token first. Of GEMVs that tables cannot tell apart the one with most inputs."""
+    tasks: dict[str, Task] = {}
     for problem, count in problems:
         chosen, _ = path_for(problem.quant, problem.m, problem.k, problem.n, problem.experts, ctx)
         possible = problem.quant in INT_QUANTS and ctx.caps.int_dot and problem.k % 32 == 0
@@ -124,25 +124,25 @@ def jobs_for(
                 continue
             # In a schedule the producer leaves x as the GEMV wants it; a norm in the prologue takes it as F32.
             x = "Q8_1" if path == "int" and "norm" not in problem.roles else "F32"
-            job = Job(problem.with_x(x), path, count, program)
-            known = jobs.get(job.key)
+            task = Task(problem.with_x(x), path, count, program)
+            known = tasks.get(task.key)
             if known is not None:
-                job = dataclasses.replace(max(job, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
-            jobs[job.key] = job
+                task = dataclasses.replace(max(task, known, key=lambda j: len(j.problem.roles)), count=known.count + count)
+            tasks[task.key] = task
 
-    def read(job: Job) -> int:
-        p = job.problem
-        return job.count * quants.layout(p.quant, p.m * max(1, p.n_used), p.k).nbytes
+    def read(task: Task) -> int:
+        p = task.problem
+        return task.count * quants.layout(p.quant, p.m * max(1, p.n_used), p.k).nbytes
 
-    return sorted(jobs.values(), key=read, reverse=True)
+    return sorted(tasks.values(), key=read, reverse=True)
 
 
-def actual(point: Point, job: Job, ctx: LowerContext) -> Point:
+def actual(point: Point, task: Task, ctx: LowerContext) -> Point:
     """The point that a kernel is built for when the tables say `point`: adjusted to what it needs, without what has no effect."""
-    return _built(point, lowered(point, job, ctx), job, ctx)
+    return _built(point, lowered(point, task, ctx), task, ctx)
 
 
-def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerContext) -> Point:
+def _built(point: Point, dispatches: Sequence[Dispatch], task: Task, ctx: LowerContext) -> Point:
     """What `actual` says of the dispatches that a point leads to."""
     configs = [d.config for d in dispatches if isinstance(d.config, GemvConfig)]
     got, loop_tiles = configs[-1], any(config.loop_tiles for config in configs)
@@ -155,14 +155,14 @@ def _built(point: Point, dispatches: Sequence[Dispatch], job: Job, ctx: LowerCon
         got.rows,
         got.unroll,
         prefetch=got.prefetch if loop_tiles or got.several_chunks else "none",
-        x_in_shared=point.x_in_shared and got.prologue == "copy" and not job.program,  # in a barrier-free program x always is
+        x_in_shared=point.x_in_shared and got.prologue == "copy" and not task.program,  # in a barrier-free program x always is
         groups=point.groups if loop_tiles else PER_TILE,
         subgroup=point.subgroup if held else DEFAULT_SUBGROUP,
         lane_order=got.lane_order,
     )
 
 
-def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) -> str:
+def refusal(point: Point, task: Task, ctx: LowerContext, *, chosen: bool = False) -> str:
     """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is.
 
     chosen  the tables choose it, so that it is tried however much it takes
@@ -171,14 +171,14 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
         if FAMILIES["gemv"].why_illegal(name, value):
             return f"{name} = {table_word(value)} is not legal"
     try:
-        dispatches = lowered(point, job, ctx)
+        dispatches = lowered(point, task, ctx)
     except PlanError as e:
         return str(e)
-    for name, wanted, got in zip(Point._fields, point, _built(point, dispatches, job, ctx), strict=True):
+    for name, wanted, got in zip(Point._fields, point, _built(point, dispatches, task, ctx), strict=True):
         if wanted != got:
             return f"{name} = {table_word(wanted)} would become {table_word(got)}"
-    layout = quants.layout(job.problem.quant, 64, job.problem.k)
-    words = ceil_div(layout.nbytes, 64 * ceil_div(job.problem.k, 32) * 4) * point.rows * point.unroll
+    layout = quants.layout(task.problem.quant, 64, task.problem.k)
+    words = ceil_div(layout.nbytes, 64 * ceil_div(task.problem.k, 32) * 4) * point.rows * point.unroll
     if words > REGISTER_WORDS and not chosen:
         return f"{words} registers of weights in flight, at most {REGISTER_WORDS} are worth trying"
     if words * point.wg >= CORE_REGISTERS and not chosen:
@@ -191,8 +191,8 @@ def refusal(point: Point, job: Job, ctx: LowerContext, *, chosen: bool = False) 
     return ""
 
 
-def lowered(point: Point, job: Job, ctx: LowerContext) -> list[Dispatch]:
-    return OPS["LINEAR"].lower(job.problem.node(), job.context(ctx, point))
+def lowered(point: Point, task: Task, ctx: LowerContext) -> list[Dispatch]:
+    return OPS["LINEAR"].lower(task.problem.node(), task.context(ctx, point))
 
 
 def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:
@@ -225,7 +225,7 @@ def neighbours(point: Point, choices: Mapping[str, Sequence[Any]]) -> Iterator[P
     yield point._replace(wg=point.wg // 2, lanes=point.lanes // 2)
 
 
-def compile_points(device: Device, library: ShaderLibrary, points: Iterable[Point], job: Job, ctx: LowerContext) -> None:
+def compile_points(device: Device, library: ShaderLibrary, points: Iterable[Point], task: Task, ctx: LowerContext) -> None:
     """Kernels of points that are not refused."""
-    good = [p for p in points if not refusal(p, job, ctx)]
-    compile_kernels(device, library, [d for p in good for d in lowered(p, job, ctx)])
+    good = [p for p in points if not refusal(p, task, ctx)]
+    compile_kernels(device, library, [d for p in good for d in lowered(p, task, ctx)])

@@ -20,7 +20,7 @@ import numpy as np
 
 from vkback.autotune.chain_sweep import guesses
 from vkback.autotune.gemvs import Gemvs
-from vkback.autotune.points import Job, Point
+from vkback.autotune.points import Point, Task
 from vkback.autotune.search import P, SweepError
 from vkback.autotune.tunable import Trial
 from vkback.evaluate.judge import Verdict, judge
@@ -78,9 +78,9 @@ PROLOGUE_STARTS = tuple((wg, lanes, rows, 1) for wg, lanes, rows in itertools.pr
 """The same where every workgroup computes x in its prologue, or rounds its results to Q8_1."""
 
 
-def replaced(tables: Chooser, job: Job, point: Point) -> Overrides:
-    """Tables that choose a point for one job, and for all others what they say."""
-    return Overrides(tables, {"gemv": point._asdict()}, "sweep", {**job.match, **job.sizes})
+def replaced(tables: Chooser, task: Task, point: Point) -> Overrides:
+    """Tables that choose a point for one task, and for all others what they say."""
+    return Overrides(tables, {"gemv": point._asdict()}, "sweep", {**task.match, **task.sizes})
 
 
 def first_changed(present: Schedule, other: Schedule) -> Tensor | None:
@@ -174,7 +174,7 @@ class ProgramTrial(Generic[P]):
 
 
 class InProgram(ABC):
-    """The part of a `Tunable` that is timed in the program of a model's token. Each job begins with what the tables say once the one
+    """The part of a `Tunable` that is timed in the program of a model's token. Each task begins with what the tables say once the one
     before is done.
 
     tokens  opens the model's weights, cache and inputs
@@ -202,15 +202,15 @@ class ProgramGemvs(InProgram, Gemvs):
         InProgram.__init__(self, tokens)
         Gemvs.__init__(self, ctx)
 
-    def prepare(self, job: Job) -> Callable[[], Trial[Point]]:
-        return lambda: ProgramTrial(self._tokens, self.ctx, job.program, partial(replaced, self.ctx.tuning, job))
+    def prepare(self, task: Task) -> Callable[[], Trial[Point]]:
+        return lambda: ProgramTrial(self._tokens, self.ctx, task.program, partial(replaced, self.ctx.tuning, task))
 
-    def guesses(self, job: Job, shipped: Point) -> list[Point]:
+    def guesses(self, task: Task, shipped: Point) -> list[Point]:
         if self.ctx.caps.software:
             return guesses(self.ctx.caps, shipped)
-        if job.problem.out == "F32" and job.problem.glu:
+        if task.problem.out == "F32" and task.problem.glu:
             cores = self.ctx.caps.shader_cores or 64
             full = [Point(1024, 32, 2, unroll, "weights", groups=cores) for unroll in (1, 2)]
             return [*full, Point(256, 32, 4, 1, "weights", groups=3 * cores)]
-        plain = job.problem.out == "F32" and "norm" not in job.problem.roles
+        plain = task.problem.out == "F32" and "norm" not in task.problem.roles
         return [Point(*shape, prefetch="weights") for shape in (WAITING_STARTS if plain else PROLOGUE_STARTS)]

@@ -30,11 +30,11 @@ class Setting(Protocol):
 
 
 class Tuned(Protocol):
-    """A job: something to find the best point for."""
+    """A task: something to find the best point for."""
 
     @property
     def key(self) -> str:
-        """The journal's key. Jobs with equal keys are the same to the tables."""
+        """The journal's key. Tasks with equal keys are the same to the tables."""
 
     @property
     def line(self) -> str:
@@ -42,11 +42,11 @@ class Tuned(Protocol):
 
     @property
     def match(self) -> Mapping[str, Any]:
-        """What a row about the job matches beside its sizes."""
+        """What a row about the task matches beside its sizes."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """What a row about the job gives a range for, around these values."""
+        """What a row about the task gives a range for, around these values."""
 
 
 S = TypeVar("S", bound=Setting)
@@ -56,7 +56,7 @@ J_contra = TypeVar("J_contra", bound=Tuned, contravariant=True)
 
 
 class Trial(Tried[S_contra], Protocol[S_contra]):
-    """A job on the device, ready for points to be tried, as long as the block lasts."""
+    """A task on the device, ready for points to be tried, as long as the block lasts."""
 
     def __enter__(self) -> Self: ...
 
@@ -71,7 +71,7 @@ class Trial(Tried[S_contra], Protocol[S_contra]):
 
 @dataclass(frozen=True)
 class Chosen(Generic[S]):
-    """What the tables say of a job.
+    """What the tables say of a task.
 
     incumbent  the point that a challenger has to beat, and the row that it comes from
     present    the point that the tables lead to now, the device's own among them
@@ -84,10 +84,10 @@ class Chosen(Generic[S]):
 
 @dataclass(frozen=True)
 class TuneResult(Generic[S]):
-    """What a job came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back. Of a
-    job in a token's program both are microseconds a token, and `nbytes` is what a token reads.
+    """What a task came to. Times are microseconds a launch: `latency` of one that waits for the one before, `throughput` back to back. Of a
+    task in a token's program both are microseconds a token, and `nbytes` is what a token reads.
 
-    match, sizes            as the job has them
+    match, sizes            as the task has them
     before, after           the incumbent and the point to use; the same where nothing beats it
     source                  the row that the first came from
     noise                   microseconds within which two latencies count as equal
@@ -142,7 +142,7 @@ class TuneResult(Generic[S]):
 
 
 def results_table(results: Sequence[TuneResult[S]]) -> pd.DataFrame:
-    """A row a result: what its job matches, its sizes, `result` itself, and `read_share`."""
+    """A row a result: what its task matches, its sizes, `result` itself, and `read_share`."""
     import pandas as pd
 
     return pd.DataFrame([{**r.match, **r.sizes, "read_share": r.read_share, "result": r} for r in results])
@@ -170,26 +170,26 @@ class Tunable(Protocol[J_contra, S]):
     def relative_noise(self) -> float: ...
 
     def opened(self) -> AbstractContextManager[None]:
-        """Around all jobs: memory that they share."""
+        """Around all tasks: memory that they share."""
 
     def point(self, values: Iterable[Any]) -> S:
         """A setting from its values, as a journal has them."""
 
-    def chosen(self, job: J_contra) -> Chosen[S]: ...
+    def chosen(self, task: J_contra) -> Chosen[S]: ...
 
-    def starts(self, job: J_contra) -> list[S]:
+    def starts(self, task: J_contra) -> list[S]:
         """Points that the search begins at, the incumbent among them."""
 
     def neighbours(self, point: S) -> Iterable[S]: ...
 
-    def refusal(self, job: J_contra, point: S, *, chosen: bool) -> str:
+    def refusal(self, task: J_contra, point: S, *, chosen: bool) -> str:
         """Why a point is not worth compiling; "" when it is. chosen: the tables lead to it."""
 
-    def prepare(self, job: J_contra) -> Callable[[], Trial[S]]:
-        """What a job needs beside the device's memory; then its trial can be opened. May run in a thread of its own."""
+    def prepare(self, task: J_contra) -> Callable[[], Trial[S]]:
+        """What a task needs beside the device's memory; then its trial can be opened. May run in a thread of its own."""
 
     def learn(self, tables: Tuning) -> None:
-        """Told of the tables after each job that changed them."""
+        """Told of the tables after each task that changed them."""
 
     def rows(self, results: Sequence[TuneResult[S]], present: Sequence[Row], card: str) -> list[list[str]]:
         """Rows for the device's own table, the lines of each.

@@ -125,8 +125,8 @@ class _Run:
 
 
 def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
-    """Tune families one after the other, each with the part of the budget that it has of the jobs. Whether any kernel was wrong. told: gets
-    what came of it as plain values."""
+    """Tune families one after the other, each with the part of the budget that it has of the tasks. Whether any kernel was wrong. told:
+    gets what came of it as plain values."""
     from vkback.autotune.device_table import DeviceTable, table_lock
     from vkback.autotune.driver import Sweep
     from vkback.device import Device
@@ -137,34 +137,34 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
     with Device.open(run.device) as opened, contextlib.ExitStack() as stack:
         print(opened.caps.summary_line())
         ctx = _context(opened)
-        parts = [part for op in ops for part in PARTS[op](opened, request, ctx) if part.jobs]
-        total = sum(len(part.jobs) for part in parts)
+        parts = [part for op in ops for part in PARTS[op](opened, request, ctx) if part.tasks]
+        total = sum(len(part.tasks) for part in parts)
         if not total:
             raise UsageError(f"nothing to tune on {opened.caps.name}: --path {request.paths} leaves no kernel, or all was passed over")
         stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
         own, rate = DeviceTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
-        counts = "; ".join(f"{len(part.jobs)} {part.noun}{part.about}" for part in parts)
+        counts = "; ".join(f"{len(part.tasks)} {part.noun}{part.about}" for part in parts)
         print(f"read rate {rate:.1f} GB/s; {counts}, {run.budget_s:.0f} s", flush=True)
         results: list[Sequence[TuneResult[Any]]] = []
         faults: list[str] = []
         with watched(run.verbose) as watcher:
             for part in parts:
-                done = sum(own.journal.finished(job.key) for job in part.jobs) if run.resume else 0
+                done = sum(own.journal.finished(task.key) for task in part.tasks) if run.resume else 0
                 if done:
-                    print(f"{done} of {len(part.jobs)} {part.noun} were finished by an earlier run")
+                    print(f"{done} of {len(part.tasks)} {part.noun} were finished by an earlier run")
                 tunable = part.make(dataclasses.replace(ctx, tuning=own.tables()))
-                budget = run.budget_s * len(part.jobs) / total
+                budget = run.budget_s * len(part.tasks) / total
                 sweep = Sweep(tunable, own, rate, budget_s=budget, watcher=part.watch(watcher))
-                results.append(sweep.run(part.jobs, resume=run.resume))
+                results.append(sweep.run(part.tasks, resume=run.resume))
                 faults += sweep.faults
         for part, found in zip(parts, results, strict=True):
             part.show(found, own)
         for fault in faults:
             print(fault)
         for part, found in zip(parts, results, strict=True):
-            left = sum(not own.journal.finished(job.key) for job in part.jobs)
+            left = sum(not own.journal.finished(task.key) for task in part.tasks)
             if left:
-                print(f"{left} of {len(part.jobs)} {part.noun} were not reached; --resume goes on with them")
+                print(f"{left} of {len(part.tasks)} {part.noun} were not reached; --resume goes on with them")
             print(f"{sum(r.kept for r in found)} of {len(found)} {part.noun} improved")
         print(f"{time.monotonic() - start:.0f} s; table {own.path}")
         drawn = list(pictures(own, opened, ops, picture))
@@ -177,7 +177,7 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
                 for part, found in zip(parts, results, strict=True)
                 for r in found
             ]
-            told["left"] = {part.noun: sum(not own.journal.finished(job.key) for job in part.jobs) for part in parts}
+            told["left"] = {part.noun: sum(not own.journal.finished(task.key) for task in part.tasks) for part in parts}
     return bool(faults) or any(r.wrong for found in results for r in found)
 
 

@@ -1,4 +1,4 @@
-"""What `vkback tune` can tune: jobs and tunables of each family of kernels, from weight shapes, cases or a model."""
+"""What `vkback tune` can tune: tasks and tunables of each family of kernels, from weight shapes, cases or a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vkback.autotune.driver import Watcher
     from vkback.autotune.gemm_points import GemmPoint
     from vkback.autotune.gemm_sweep import Gemms
-    from vkback.autotune.points import Job
+    from vkback.autotune.points import Task
     from vkback.autotune.problem import LinearProblem
     from vkback.autotune.tunable import Tunable, TuneResult
     from vkback.device import Device
@@ -46,7 +46,7 @@ class TuneRequest:
 
 @dataclasses.dataclass
 class Part:
-    """Jobs of one tunable.
+    """Tasks of one tunable.
 
     noun   what they are
     about  said beside their number
@@ -56,7 +56,7 @@ class Part:
     """
 
     noun: str
-    jobs: Sequence[Any]
+    tasks: Sequence[Any]
     make: Callable[[LowerContext], Tunable[Any, Any]]
     show: Callable[[Sequence[TuneResult[Any]], DeviceTable], None]
     about: str = ""
@@ -69,7 +69,7 @@ class Part:
 def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
     """GEMVs in a token's program where it has barrier-free stages, the others in chains."""
     from vkback.autotune.chain_sweep import ChainGemvs
-    from vkback.autotune.points import jobs_for
+    from vkback.autotune.points import tasks_for
     from vkback.autotune.program_sweep import ProgramGemvs
     from vkback.models.registry import Model
     from vkback.ops.matmul.gemv import MAX_COLUMNS
@@ -79,7 +79,7 @@ def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
     tokens = [n for n in request.tokens or (1,) if n <= MAX_COLUMNS or request.model is None]
     inside = _in_program(request.model, ctx) if request.model is not None and tokens == [1] else []
     # Where a program has barrier-free stages, rows about chains with barriers say nothing of any of its GEMVs.
-    chain = [] if inside and request.paths == "auto" else jobs_for(_problems(request, tokens, DEFAULT_QUANTS, ctx), ctx, request.paths)
+    chain = [] if inside and request.paths == "auto" else tasks_for(_problems(request, tokens, DEFAULT_QUANTS, ctx), ctx, request.paths)
     library = ShaderLibrary()
 
     def in_program(ctx: LowerContext) -> ProgramGemvs:
@@ -92,9 +92,9 @@ def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
     ]
 
 
-def _in_program(model: str, ctx: LowerContext) -> list[Job]:
+def _in_program(model: str, ctx: LowerContext) -> list[Task]:
     """The GEMVs of a model's decode schedule if its stages are barrier-free, to be tuned in the program of a token."""
-    from vkback.autotune.points import jobs_for
+    from vkback.autotune.points import tasks_for
     from vkback.models.registry import Model
     from vkback.timing.token_program import is_barrier_free
 
@@ -102,7 +102,7 @@ def _in_program(model: str, ctx: LowerContext) -> list[Job]:
     if not is_barrier_free(Model.open(path), ctx):
         return []
     barrier_free = dataclasses.replace(ctx, sync="sentinel")
-    return jobs_for(of_model(model, 1, barrier_free), barrier_free, program=path.stem)
+    return tasks_for(of_model(model, 1, barrier_free), barrier_free, program=path.stem)
 
 
 def _problems(request: TuneRequest, tokens: Iterable[int], default: str, ctx: LowerContext) -> Iterator[tuple[LinearProblem, int]]:
@@ -146,7 +146,7 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Linea
 
 
 def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
-    from vkback.autotune.gemm_points import jobs_for
+    from vkback.autotune.gemm_points import tasks_for
     from vkback.autotune.gemm_sweep import Gemms
     from vkback.engine.prompts import default_ubatch
     from vkback.shader import ShaderLibrary
@@ -154,20 +154,20 @@ def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
     tokens = request.tokens or ((default_ubatch(device.caps),) if request.model is not None else GEMM_TOKENS)
     # Of a model's graph the last layer has one row, which is a GEMV's.
     problems = _problems(request, [n for n in tokens if n > 1], GEMM_QUANTS, ctx)
-    jobs, said = jobs_for([(p, count) for p, count in problems if p.n > 1 or request.model is None], ctx)
+    tasks, said = tasks_for([(p, count) for p, count in problems if p.n > 1 or request.model is None], ctx)
     for text in said:
         print(text)
     library, made = ShaderLibrary(), list[Gemms]()
 
     def make(ctx: LowerContext) -> Gemms:
-        made.append(Gemms(device, library, ctx, jobs))
+        made.append(Gemms(device, library, ctx, tasks))
         return made[-1]
 
     def show(results: Sequence[TuneResult[GemmPoint]], own: DeviceTable) -> None:
         show_gemms(results, made[-1].quickest, device)
-        show_crossings(own, jobs)
+        show_crossings(own, tasks)
 
-    return [Part("products of several tokens", jobs, make, show)]
+    return [Part("products of several tokens", tasks, make, show)]
 
 
 # -- attention
@@ -175,8 +175,8 @@ def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
 
 def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
     """Attention of a model's token, in its program, and of its prompt, in chains of launches."""
-    from vkback.autotune.attention import Attention, AttentionJob, attention_shapes
-    from vkback.autotune.attention_prompts import PromptAttention, jobs_for
+    from vkback.autotune.attention import Attention, AttentionTask, attention_shapes
+    from vkback.autotune.attention_prompts import PromptAttention, tasks_for
     from vkback.engine.prompts import default_ubatch
     from vkback.models.registry import Model
     from vkback.ops.attention.flash import DECODE_TOKENS
@@ -192,15 +192,15 @@ def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) ->
     for n in (n for n in tokens if 1 < n <= DECODE_TOKENS):
         print(f"attention of {n} tokens passed over: sweeps are of one token, or of prompts of more than {DECODE_TOKENS}")
     if 1 in tokens:
-        jobs = [AttentionJob(shape, depth) for shape in attention_shapes(token_graph(opened, request.n_ctx), ctx)]
+        tasks = [AttentionTask(shape, depth) for shape in attention_shapes(token_graph(opened, request.n_ctx), ctx)]
 
         def in_program(ctx: LowerContext) -> Attention:
             return Attention(partial(Tokens, opened, device, library, ctx, n_ctx=request.n_ctx, depth=depth), ctx)
 
-        parts.append(Part("shapes of attention", jobs, in_program, nothing, watch=partial(printing, unit="us a token")))
+        parts.append(Part("shapes of attention", tasks, in_program, nothing, watch=partial(printing, unit="us a token")))
     prompts: list[Any] = []
     for n in (n for n in tokens if n > DECODE_TOKENS):
-        found, said = jobs_for(fuse(opened.graph(n, n, head="all"), ctx), request.depth or 0, ctx)
+        found, said = tasks_for(fuse(opened.graph(n, n, head="all"), ctx), request.depth or 0, ctx)
         prompts += found
         for text in said:
             print(text)

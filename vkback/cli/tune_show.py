@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from vkback.autotune.device_table import DeviceTable
     from vkback.autotune.driver import Watcher
-    from vkback.autotune.gemm_points import GemmJob, GemmPoint
+    from vkback.autotune.gemm_points import GemmPoint, GemmTask
     from vkback.autotune.points import Point
     from vkback.autotune.tunable import Setting, Tuned, TuneResult
     from vkback.device import Device
@@ -28,7 +28,7 @@ class watched:  # noqa: N801  used as a function
 
         said = TextColumn("{task.fields[said]}")
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), said, transient=True)
-        self._task = self._bar.add_task("tune", total=None, said="")
+        self._row = self._bar.add_task("tune", total=None, said="")
         self._verbose = verbose
         self._points = 0
 
@@ -41,18 +41,18 @@ class watched:  # noqa: N801  used as a function
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _begin(self, job: Tuned, number: int, total: int) -> None:
+    def _begin(self, task: Tuned, number: int, total: int) -> None:
         self._points = 0
-        self._bar.update(self._task, description=job.line, completed=number, total=total, said="")
+        self._bar.update(self._row, description=task.line, completed=number, total=total, said="")
 
-    def _point(self, job: Tuned, point: Setting, said: str) -> None:
+    def _point(self, task: Tuned, point: Setting, said: str) -> None:
         self._points += not said.startswith("refused")
-        self._bar.update(self._task, said=f"{self._points} points")
+        self._bar.update(self._row, said=f"{self._points} points")
         if self._verbose or said.startswith("WRONG"):
-            self._bar.console.print(f"  {job.line} [{point.text}] {said}", markup=False, highlight=False, soft_wrap=True)
+            self._bar.console.print(f"  {task.line} [{point.text}] {said}", markup=False, highlight=False, soft_wrap=True)
 
     def _end(self, result: TuneResult[Any]) -> None:
-        self._bar.update(self._task, advance=1)
+        self._bar.update(self._row, advance=1)
         if not self._bar.console.is_terminal:
             print(f"  {result.line}: {result.tried} points, {result.latency_before:.2f} -> {result.latency:.2f} us", flush=True)
 
@@ -133,11 +133,11 @@ def _each_kernel(quickest: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {us:.2f}" for name, us in sorted(quickest.items(), key=lambda item: item[1]))
 
 
-def show_crossings(own: DeviceTable, jobs: Sequence[GemmJob]) -> None:
+def show_crossings(own: DeviceTable, tasks: Sequence[GemmTask]) -> None:
     """For each weight that was timed with several numbers of tokens, which kernel was best at which."""
     from vkback.autotune.gemm_points import GemmPoint
 
-    asked = {job.key for job in jobs}
+    asked = {task.key for task in tasks}
     by_weight: dict[str, list[tuple[int, str]]] = {}
     for r in own.results("gemm", lambda values: GemmPoint(*values)):
         if r.key in asked:
@@ -155,11 +155,11 @@ def nothing(results: Sequence[TuneResult[Any]], own: DeviceTable) -> None:
 
 
 def printing(watcher: Watcher, unit: str) -> Watcher:
-    """Prints what each job came to when it is done."""
+    """Prints what each task came to when it is done."""
 
-    def begin(job: Any, number: int, total: int) -> None:
-        watcher.begin(job, number, total)
-        print(job.line)
+    def begin(task: Any, number: int, total: int) -> None:
+        watcher.begin(task, number, total)
+        print(task.line)
 
     return dataclasses.replace(watcher, begin=begin, end=partial(_print_result, unit=unit), fault=print)
 
@@ -221,16 +221,16 @@ def _draw_gemms(own: DeviceTable, device: Device, file: Path) -> Iterator[str]:
 
 
 def _draw_search(device: Device, beside: Path, results: Sequence[tuple[TuneResult[Any], float, str]]) -> Iterator[str]:
-    """A picture of what the last jobs searched, those of an earlier vkback left out, whose points were not kept. results: each with the
+    """A picture of what the last tasks searched, those of an earlier vkback left out, whose points were not kept. results: each with the
     microseconds that it cannot go below, and why."""
     from vkback.report.search_picture import Searched, draw
 
-    jobs = [
+    tasks = [
         Searched(r.line, tuple(r.after._asdict()), r.timed, tuple(r.after), tuple(r.before), r.noise, roof, name)
         for r, roof, name in results
         if r.timed
     ]
-    if jobs:
+    if tasks:
         file = beside.with_name(f"{beside.stem}_search.png")
-        draw(jobs, file, f"{device.caps.name}: latency of the points that were tried; red: the point chosen, dashed: that of the tables")
+        draw(tasks, file, f"{device.caps.name}: latency of the points that were tried; red: the point chosen, dashed: that of the tables")
         yield f"picture {file}"

@@ -182,14 +182,14 @@ class WeightLoad:
             self._uploader.finish()
 
     def _repack_all(self, on_bytes: OnBytes) -> None:
-        jobs = (
+        chunks = (
             (self._file, w, stored_type(w.type, w.shape[-1], self._device.caps), block, s.row0, s.layout, a, b)
             for w in self._on_host
             for s, block in zip(shards(w, self._device.caps), self.ranges[w.name].shards, strict=True)
             for a, b in _chunks(s.rows, w)
         )
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            for piece in _in_order(pool, jobs):
+            for piece in _in_order(pool, chunks):
                 if self._stop.is_set():
                     return
                 for offset, data in piece.planes:
@@ -230,13 +230,14 @@ def _chunks(rows: int, weight: Tensor) -> Iterator[tuple[int, int]]:
     return ((a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[tuple[Any, ...]]) -> Iterator[_Piece]:
-    """Results of _repack in the jobs' order, with a bounded number under way so that the host never holds a second copy of the model."""
-    pending = iter(jobs)
-    under_way: list[Future[_Piece]] = [pool.submit(_repack, *job) for job in islice(pending, 2 * (os.cpu_count() or 1))]
+def _in_order(pool: ThreadPoolExecutor, chunks: Iterable[tuple[Any, ...]]) -> Iterator[_Piece]:
+    """Results of _repack in the order of the chunks, with a bounded number under way so that the host never holds a second copy of the
+    model."""
+    pending = iter(chunks)
+    under_way: list[Future[_Piece]] = [pool.submit(_repack, *chunk) for chunk in islice(pending, 2 * (os.cpu_count() or 1))]
     while under_way:
         piece = under_way.pop(0).result()
-        under_way.extend(pool.submit(_repack, *job) for job in islice(pending, 1))
+        under_way.extend(pool.submit(_repack, *chunk) for chunk in islice(pending, 1))
         yield piece
 
 

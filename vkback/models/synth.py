@@ -35,7 +35,7 @@ from vkback.models.synth_vocabulary import add_vocabulary
 from vkback.paths import new_file_or, unwritable
 
 CHUNK_BYTES = 4 << 20
-"""Bytes of one job: enough to fill a write, little enough that many workers need little memory."""
+"""Bytes that one worker fills at a time: enough to fill a write, little enough that many workers need little memory."""
 
 UNIFORM = "Q8_0"
 """The type of files that need no mix of a real file: llama-quantize gives all matrices this one type."""
@@ -354,7 +354,7 @@ def _write_all(fd: int, pieces: _Pieces, on_bytes: Callable[[int], None] | None,
     """Make and write all pieces. The first failure stops the rest and is raised."""
     failed, write = threading.Event(), _placed_writes(fd)
 
-    def job(piece: tuple[int, int, int]) -> None:
+    def fill(piece: tuple[int, int, int]) -> None:
         if failed.is_set():
             return
         try:
@@ -369,5 +369,5 @@ def _write_all(fd: int, pieces: _Pieces, on_bytes: Callable[[int], None] | None,
             on_bytes(data.size)
 
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(job, pieces.ranges()):
+        for _ in pool.map(fill, pieces.ranges()):
             pass

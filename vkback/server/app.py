@@ -36,7 +36,7 @@ from vkback.server.errors import (
     WrongHost,
 )
 from vkback.server.metrics import Collector
-from vkback.server.worker import Event, Job, Worker
+from vkback.server.worker import Event, QueuedRequest, Worker
 
 GRACE_S = 5.0
 """Above the time of a request, until it is answered without the worker: its step is hanging, or reads a long prompt."""
@@ -60,9 +60,9 @@ class Limits:
 
 @dataclass
 class Turn:
-    """A job, and the events that come for it."""
+    """A queued request, and the events that come for it."""
 
-    job: Job
+    queued: QueuedRequest
     events: asyncio.Queue[Event]
 
 
@@ -265,9 +265,9 @@ class Server:
         def begin(prompt: Any) -> Turn:
             events: asyncio.Queue[Event] = asyncio.Queue()
             send = _sender(asyncio.get_running_loop(), events)
-            job = Job(prompt, chat, options, request.client.host if request.client else "", deadline, send, self._template)
-            self.worker.submit(job)
-            return Turn(job, events)
+            queued = QueuedRequest(prompt, chat, options, request.client.host if request.client else "", deadline, send, self._template)
+            self.worker.submit(queued)
+            return Turn(queued, events)
 
         if asked.stream:
             turn = begin(prompts[0])
@@ -290,7 +290,7 @@ class Server:
         try:
             yield
         except BaseException:
-            self.worker.cancel(turn.job)
+            self.worker.cancel(turn.queued)
             raise
 
     async def _next(self, request: Request, turn: Turn, seconds: float | None = None) -> Chunk | Result | None:
@@ -298,7 +298,7 @@ class Server:
         leaves first, Unavailable when nothing comes in the time of the request."""
         event = asyncio.ensure_future(turn.events.get())
         left = asyncio.ensure_future(request.receive())
-        late = _time_left(turn.job)
+        late = _time_left(turn.queued)
         try:
             done, _ = await asyncio.wait(
                 {event, left}, timeout=late if seconds is None else min(late, seconds), return_when=asyncio.FIRST_COMPLETED
@@ -355,20 +355,20 @@ class Server:
             yield replies.event(replies.error_body(e))
         finally:
             told.results += results
-            self.worker.cancel(turn.job)
+            self.worker.cancel(turn.queued)
 
 
 async def _event_of(turn: Turn) -> Event | None:
     """The next one; None where nothing has come for KEEP_ALIVE_S."""
-    late = _time_left(turn.job)
+    late = _time_left(turn.queued)
     try:
         return await asyncio.wait_for(turn.events.get(), max(0.0, min(late, KEEP_ALIVE_S)))
     except TimeoutError:
         return _too_late() if late < KEEP_ALIVE_S else None
 
 
-def _time_left(job: Job) -> float:
-    return max(0.0, job.deadline + GRACE_S - time.monotonic())
+def _time_left(queued: QueuedRequest) -> float:
+    return max(0.0, queued.deadline + GRACE_S - time.monotonic())
 
 
 def _too_late() -> Unavailable:

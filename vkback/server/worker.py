@@ -1,7 +1,7 @@
-"""The thread that has the model: a bounded queue of jobs, one at a time, clients in turn.
+"""The thread that has the model: a bounded queue of requests, one at a time, clients in turn.
 
-A job's events go to the event loop that waits for them. Between two pieces of text the thread looks whether the client has left and whether
-the time is over. A lost device is opened anew: the job that found it lost gets an error, those that wait are run.
+A request's events go to the event loop that waits for them. Between two pieces of text the thread looks whether the client has left and
+whether the time is over. A lost device is opened anew: the request that found it lost gets an error, those that wait are run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ State = Literal["idle", "busy", "device_lost", "stopped"]
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedRequest:
     """A request for text.
 
     prompt    text, token ids, or messages of a chat
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass
 class Counts:
-    """What has happened since the start. seconds: that jobs ran."""
+    """What has happened since the start. seconds: that requests ran."""
 
     finished: int = 0
     cancelled: int = 0
@@ -76,7 +76,7 @@ class Counts:
 
 
 class Worker:
-    """Runs jobs on a model, which it closes at its end."""
+    """Runs requests on a model, which it closes at its end."""
 
     def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True, alias: str | None = None) -> None:
         """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before. alias: what
@@ -92,9 +92,9 @@ class Worker:
         self.has_text = self._model.engine.model.has_text
         self.device_name = self._model.engine.device.caps.name
         self._session = self._model.session()
-        self._waiting: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[QueuedRequest]] = OrderedDict()
         self._changed = threading.Condition()
-        self._running: Job | None = None
+        self._running: QueuedRequest | None = None
         self._stopping = False
         self._step_begun = 0.0
         self.state: State = "idle"
@@ -104,18 +104,18 @@ class Worker:
 
     @property
     def queued(self) -> int:
-        """Jobs that wait."""
+        """Requests that wait."""
         with self._changed:
             return self._length()
 
     @property
     def step_s(self) -> float:
-        """Seconds since the running job last gave a sign; 0 if none is running."""
+        """Seconds since the running request last gave a sign; 0 if none is running."""
         return time.monotonic() - self._step_begun if self._running else 0.0
 
     @property
     def model(self) -> LoadedModel:
-        """What jobs run on; not to be used but to ask for facts. Raises LostDevice."""
+        """What requests run on; not to be used but to ask for facts. Raises LostDevice."""
         if self._model is None:
             raise LostDevice("[server] the device was lost and could not be opened again; the server's log says why", retry_after_s=5)
         return self._model
@@ -128,8 +128,8 @@ class Worker:
             return str(e)
         return ""
 
-    def submit(self, job: Job) -> None:
-        """Put a job at the end of its client's queue. Raises QueueFull and Unavailable."""
+    def submit(self, request: QueuedRequest) -> None:
+        """Put a request at the end of its client's queue. Raises QueueFull and Unavailable."""
         with self._changed:
             if self._stopping:
                 raise _ending()
@@ -141,32 +141,32 @@ class Worker:
                     f"[server] {self._max_queue} requests wait already, which is the limit; try again later",
                     retry_after_s=min(60, max(1, round(mean_s))),
                 )
-            self._waiting.setdefault(job.client, deque()).append(job)
+            self._waiting.setdefault(request.client, deque()).append(request)
             self._changed.notify()
 
-    def cancel(self, job: Job) -> None:
-        """The client has left: a job that waits is dropped, one that runs ends at its next piece."""
-        job.cancelled.set()
+    def cancel(self, request: QueuedRequest) -> None:
+        """The client has left: a request that waits is dropped, one that runs ends at its next piece."""
+        request.cancelled.set()
         with self._changed:
-            queue = self._waiting.get(job.client)
-            if queue and job in queue:
-                queue.remove(job)
+            queue = self._waiting.get(request.client)
+            if queue and request in queue:
+                queue.remove(request)
                 self.counts.cancelled += 1
                 if not queue:
-                    del self._waiting[job.client]
+                    del self._waiting[request.client]
 
     def end(self) -> None:
-        """Take no more jobs. Those that run and wait get an error at once; the one that runs leaves the device at its next piece."""
+        """Take no more requests. Those that run and wait get an error at once; the one that runs leaves the device at its next piece."""
         with self._changed:
             self._stopping = True
-            left = [job for queue in self._waiting.values() for job in queue]
+            left = [request for queue in self._waiting.values() for request in queue]
             self._waiting.clear()
             if self._running and not self._running.cancelled.is_set():
                 self._running.cancelled.set()
                 left.append(self._running)
             self._changed.notify()
-        for job in left:
-            job.put(_ending())
+        for request in left:
+            request.put(_ending())
 
     def close(self) -> None:
         """End the thread, and close the model."""
@@ -178,8 +178,8 @@ class Worker:
     def _length(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
 
-    def _next(self) -> Job | None:
-        """The first job of the client whose turn it is; None at the end."""
+    def _next(self) -> QueuedRequest | None:
+        """The first request of the client whose turn it is; None at the end."""
         with self._changed:
             self._running = None
             if self.state == "busy":
@@ -189,57 +189,57 @@ class Worker:
             if self._stopping:
                 return None
             client, queue = self._waiting.popitem(last=False)
-            job = queue.popleft()
+            request = queue.popleft()
             if queue:
                 self._waiting[client] = queue  # behind the other clients
-            self._running = job
+            self._running = request
             self._step_begun = time.monotonic()
-            return job
+            return request
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (request := self._next()) is not None:
             begun = time.monotonic()
             try:
-                self._answer(job)
+                self._answer(request)
             except (DeviceLost, DeviceTimeout) as e:
                 self.counts.failed += 1
                 self.counts.lost += 1
                 self.state = "device_lost"
                 log.error("%s", e)
-                job.put(LostDevice(f"[server] the device was lost while this request ran, and is opened anew: try again. {e}"))
+                request.put(LostDevice(f"[server] the device was lost while this request ran, and is opened anew: try again. {e}"))
                 self._reopen()
             except ServerError as e:
                 self.counts.failed += 1
-                job.put(e)
+                request.put(e)
             except DeviceError as e:
-                self._failed(job, Unavailable(str(e)))
+                self._failed(request, Unavailable(str(e)))
             except ContextLengthError as e:
-                self._failed(job, ContextTooLong(e.tokens, e.n_ctx, job.chat))
+                self._failed(request, ContextTooLong(e.tokens, e.n_ctx, request.chat))
             except REFUSALS as e:
-                self._failed(job, BadRequest(str(e)))
+                self._failed(request, BadRequest(str(e)))
             except VkbackError as e:
                 log.error("%s", e)
-                self._failed(job, ServerError(str(e)))
+                self._failed(request, ServerError(str(e)))
             except Exception as e:
                 log.exception("a request failed")
-                self._failed(job, ServerError(f"[server] the request failed inside the server: {type(e).__name__}; its log says more"))
+                self._failed(request, ServerError(f"[server] the request failed inside the server: {type(e).__name__}; its log says more"))
             self.counts.seconds += time.monotonic() - begun
         self.state = "stopped"
         if self._model is not None:
             with suppress(VkbackError):
                 self._model.close()
 
-    def _failed(self, job: Job, error: ServerError) -> None:
+    def _failed(self, request: QueuedRequest, error: ServerError) -> None:
         self.counts.failed += 1
         if self._model is not None:
             self._session = self._model.session()
-        job.put(error)
+        request.put(error)
 
-    def _answer(self, job: Job) -> None:
-        if job.cancelled.is_set():
+    def _answer(self, request: QueuedRequest) -> None:
+        if request.cancelled.is_set():
             self.counts.cancelled += 1
             return
-        if time.monotonic() > job.deadline:
+        if time.monotonic() > request.deadline:
             raise Unavailable("[server] the request waited for its turn until its time was over; try again later", retry_after_s=5)
         if self._model is None:
             self._reopen()
@@ -248,24 +248,24 @@ class Worker:
         if not self._reuse:
             self._session = model.session()
         session: Session = self._session
-        options = job.options
-        if job.chat:
-            ids = model.chat_ids(job.prompt, job.template)  # type: ignore[arg-type]
-            if stops := model.chat_format(job.template).stops:
+        options = request.options
+        if request.chat:
+            ids = model.chat_ids(request.prompt, request.template)  # type: ignore[arg-type]
+            if stops := model.chat_format(request.template).stops:
                 options = options.copy()
                 options["stop"] = (*Options.of(options, model.n_vocab).stop, *stops)
         else:
-            model.require_room(job.prompt)  # type: ignore[arg-type]
-            ids = model.ids(job.prompt, start=True)  # type: ignore[arg-type]
+            model.require_room(request.prompt)  # type: ignore[arg-type]
+            ids = model.ids(request.prompt, start=True)  # type: ignore[arg-type]
         with session.stream_from(ids, **options) as stream:
             for piece in stream:
                 self._step_begun = time.monotonic()
-                if job.cancelled.is_set():
+                if request.cancelled.is_set():
                     break
-                job.put(piece)
-                if self._step_begun > job.deadline:
+                request.put(piece)
+                if self._step_begun > request.deadline:
                     break
-            over = self._step_begun > job.deadline
+            over = self._step_begun > request.deadline
             ended = stream.ended
         result = stream.result
         if over and not ended:
@@ -274,15 +274,15 @@ class Worker:
         self.counts.prompt_tokens += timings.prompt_tokens
         self.counts.reused_tokens += timings.reused_tokens
         self.counts.generated_tokens += len(result.tokens)
-        if job.cancelled.is_set():
+        if request.cancelled.is_set():
             self.counts.cancelled += 1
-            job.put(Unavailable("[server] the request was cancelled"))
+            request.put(Unavailable("[server] the request was cancelled"))
         else:
             self.counts.finished += 1
-            job.put(result)
+            request.put(result)
 
     def _reopen(self) -> None:
-        """Close what is left of the model and open it again; without success the next job tries once more."""
+        """Close what is left of the model and open it again; without success the next request tries once more."""
         if self._model is not None:
             with suppress(Exception):  # of a lost device nothing more can be asked
                 self._model.close()

@@ -252,11 +252,11 @@ def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], t
     return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
 
 
-def prompt_job(node: Node) -> attention_prompt.PromptJob:
+def prompt_problem(node: Node) -> attention_prompt.PromptProblem:
     q, cache_k, cache_v, pos, *_ = node.inputs
     extra = dict(optional_inputs(node))
     window = int(node.params.get("window", 0))
-    return attention_prompt.PromptJob(
+    return attention_prompt.PromptProblem(
         q,
         cache_k,
         cache_v,
@@ -367,7 +367,7 @@ class FlashAttnExt(FlashCases):
         extra = optional_inputs(node)
         choice = choice_of(node, ctx)
         if choice.shape is not None:
-            return [attention_prompt.lower(prompt_job(node), choice.shape, ctx.caps, choice.source)]
+            return [attention_prompt.lower(prompt_problem(node), choice.shape, ctx.caps, choice.source)]
         return [_lower(node, ctx, q, cache_k, cache_v, pos, n, n_head, extra, {})]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

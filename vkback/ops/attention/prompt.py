@@ -1,6 +1,7 @@
 """Attention of many tokens at once: the kernels of shaders/attention/prompt as pure lowering helpers.
 
-A `PromptJob` says what to compute, in tensors; a `PromptShape` which kernel does it and how it cuts the work; `lower` makes the dispatch.
+A `PromptProblem` says what to compute, in tensors; a `PromptShape` which kernel does it and how it cuts the work; `lower` makes the
+dispatch.
 
     matrix  cooperative matrices: f16 queries, keys, values and weights, f32 sums; where a row of K holds the row of V (MLA), by a kernel of
             its own, whose subgroups share queries
@@ -55,7 +56,7 @@ PARAMS: dict[str, tuple[Any, ...] | Literal["positive"]] = {
 
 
 @dataclass(frozen=True)
-class PromptJob:
+class PromptProblem:
     """Attention of n tokens.
 
     q      F32 [n, n_head, hd]
@@ -269,39 +270,52 @@ def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
     return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
 
 
-def lower(job: PromptJob, shape: PromptShape, caps: Capabilities, reason: str = "") -> Dispatch:
+def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason: str = "") -> Dispatch:
     """The dispatch. Raises PlanError for what the kernel cannot do."""
-    n, n_head, vd = *job.q.shape[:2], job.vd
-    hd = job.hd
-    n_head_kv, n_ctx, _ = job.cache_k.shape
-    if job.y.type not in OUT_TYPES or (job.y.type != "F32" and n_head * vd % 32) or (job.y.type == "Q8_1" and vd % 32):
-        raise PlanError(f"[attention] {job.name}: {job.y} of {n_head} heads of {vd}; expected F32, or whole units of 32 as Q8_1 or F16")
-    heads = heads_of_fragments(shape, job.group, hd, caps) if job.fragments else job.group
-    if not heads or (job.fragments and job.y.type != "F16"):
-        raise PlanError(f"[attention] {job.name}: {job.y} cannot be fragments, heads being of {hd} and tiles of {shape.tile_q}; take F32")
+    n, n_head, vd = *problem.q.shape[:2], problem.vd
+    hd = problem.hd
+    n_head_kv, n_ctx, _ = problem.cache_k.shape
+    if problem.y.type not in OUT_TYPES or (problem.y.type != "F32" and n_head * vd % 32) or (problem.y.type == "Q8_1" and vd % 32):
+        raise PlanError(
+            f"[attention] {problem.name}: {problem.y} of {n_head} heads of {vd}; expected F32, or whole units of 32 as Q8_1 or F16"
+        )
+    heads = heads_of_fragments(shape, problem.group, hd, caps) if problem.fragments else problem.group
+    if not heads or (problem.fragments and problem.y.type != "F16"):
+        raise PlanError(
+            f"[attention] {problem.name}: {problem.y} cannot be fragments, heads being of {hd} and tiles of {shape.tile_q}; take F32"
+        )
     tiles = ceil_div(n * heads, shape.tile_q)
     if tiles > MAX_GROUPS_X:
-        raise PlanError(f"[attention] {job.name}: {n} tokens of {heads} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
-    rows = min(n_ctx, job.window + n) if job.window else n_ctx
-    y_stride = job.y.shape[-1] // 8 if job.y.type == "F16" else 0
-    if job.fragments:
-        y_stride = job.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
-    if shape.parts and job.y.type != "F32":
-        raise PlanError(f"[attention] {job.name}: {job.y}; of rows that hold K and V the kernel by matrices makes F32")
-    overflow = [Arg(overflow_word(queries_f16(job.q)), "rw")] if shape.kernel == "matrix" else []
-    q_pe = [Arg(job.q_pe or job.q)] if job.q_pe or shape.parts else []
+        raise PlanError(f"[attention] {problem.name}: {n} tokens of {heads} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
+    rows = min(n_ctx, problem.window + n) if problem.window else n_ctx
+    y_stride = problem.y.shape[-1] // 8 if problem.y.type == "F16" else 0
+    if problem.fragments:
+        y_stride = problem.y.shape[-1] // shape.matrix[2] * caps.subgroup_size
+    if shape.parts and problem.y.type != "F32":
+        raise PlanError(f"[attention] {problem.name}: {problem.y}; of rows that hold K and V the kernel by matrices makes F32")
+    overflow = [Arg(overflow_word(queries_f16(problem.q)), "rw")] if shape.kernel == "matrix" else []
+    q_pe = [Arg(problem.q_pe or problem.q)] if problem.q_pe or shape.parts else []
     kernels = plain_kernel if shape.kernel == "plain" else latent_kernel if shape.parts else matrix_kernel
     return Dispatch(
-        kernel=kernels(job, shape, caps),
-        args=(Arg(job.q), Arg(job.cache_k), Arg(job.cache_v), Arg(job.pos), Arg(job.y, "w"), Arg(job.sinks or job.q), *q_pe, *overflow),
-        push=pack_push(n, n_head, n_head_kv, n_ctx, job.window, y_stride, job.scale * LOG2_E),
+        kernel=kernels(problem, shape, caps),
+        args=(
+            Arg(problem.q),
+            Arg(problem.cache_k),
+            Arg(problem.cache_v),
+            Arg(problem.pos),
+            Arg(problem.y, "w"),
+            Arg(problem.sinks or problem.q),
+            *q_pe,
+            *overflow,
+        ),
+        push=pack_push(n, n_head, n_head_kv, n_ctx, problem.window, y_stride, problem.scale * LOG2_E),
         groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
-        label=job.name,
+        label=problem.name,
         reason=f"{reason}, {shape.kernel}: tiles of {shape.tile_q} queries x {shape.tile_kv} rows, {shape.warps} subgroups"
-        + (f", stored as f16 {'fragments' if job.fragments else 'rows'}" if job.y.type == "F16" else ""),
-        nbytes=nbytes(job.q) + nbytes(job.y) + read_bytes(job.cache_k, job.cache_v, rows, vd),
-        flops=2 * n * n_head * (min(n_ctx, job.window) if job.window else n_ctx) * (hd + vd),
+        + (f", stored as f16 {'fragments' if problem.fragments else 'rows'}" if problem.y.type == "F16" else ""),
+        nbytes=nbytes(problem.q) + nbytes(problem.y) + read_bytes(problem.cache_k, problem.cache_v, rows, vd),
+        flops=2 * n * n_head * (min(n_ctx, problem.window) if problem.window else n_ctx) * (hd + vd),
     )
 
 
@@ -321,58 +335,58 @@ def queries_f16(q: Tensor) -> Tensor:
     return Tensor(f"{q.name}.q_f16", "F16", q.shape)
 
 
-def plain_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+def plain_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt/prompt.comp."""
     wg = shape.warps * caps.subgroup_size
     reduce, subgroup = reduction(caps, wg, lanes=8)
     defines: Defines = {
         **reduce,
-        "HD": job.hd,
-        "VD": job.vd,
-        "V_PITCH": job.cache_v.shape[2] // 8,
-        "K_TYPE": CACHE_TYPES[job.cache_k.type],
-        "V_TYPE": CACHE_TYPES[job.cache_v.type],
-        **split_q(job.q, job.q_pe, job.hd),
+        "HD": problem.hd,
+        "VD": problem.vd,
+        "V_PITCH": problem.cache_v.shape[2] // 8,
+        "K_TYPE": CACHE_TYPES[problem.cache_k.type],
+        "V_TYPE": CACHE_TYPES[problem.cache_v.type],
+        **split_q(problem.q, problem.q_pe, problem.hd),
         "LANES": shape.lanes,
         "QUERIES": shape.tile_q * shape.lanes // wg,
         "ROWS": shape.tile_kv,
         "USE_SHUFFLES": int(shape.use_shuffles),
-        "OUT_TYPE": f"{OUT_TYPES[job.y.type]}u",
-        "HAS_SINKS": int(job.sinks is not None),
+        "OUT_TYPE": f"{OUT_TYPES[problem.y.type]}u",
+        "HAS_SINKS": int(problem.sinks is not None),
     }
     return Variant.of("attention/prompt/prompt.comp", defines, subgroup_size=subgroup)
 
 
-def matrix_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+def matrix_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt/prompt_matrix.comp."""
     matrix_rows = shape.tile_q // shape.warps // shape.matrix[0]
     spec = matrix_spec(shape.warps, shape.matrix, caps) | {
-        "HD": job.hd,
+        "HD": problem.hd,
         "ROWS": shape.tile_kv,
         "MQ": matrix_rows,
-        "OUT_TYPE": OUT_FRAGMENTS if job.fragments else OUT_TYPES[job.y.type],
-        "HAS_SINKS": int(job.sinks is not None),
+        "OUT_TYPE": OUT_FRAGMENTS if problem.fragments else OUT_TYPES[problem.y.type],
+        "HAS_SINKS": int(problem.sinks is not None),
         "ROW_LANES": shape.row_lanes,
-        "K_TYPE": CACHE_TYPES[job.cache_k.type],
-        "V_TYPE": CACHE_TYPES[job.cache_v.type],
+        "K_TYPE": CACHE_TYPES[problem.cache_k.type],
+        "V_TYPE": CACHE_TYPES[problem.cache_v.type],
     }
     return Variant.of("attention/prompt/prompt_matrix.comp", spec=spec, subgroup_size=required_subgroup(caps))
 
 
-def latent_kernel(job: PromptJob, shape: PromptShape, caps: Capabilities) -> Variant:
+def latent_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities) -> Variant:
     """shaders/attention/prompt/prompt_latent.comp."""
-    rot = job.q_pe.shape[-1] if job.q_pe else 0
+    rot = problem.q_pe.shape[-1] if problem.q_pe else 0
     spec = matrix_spec(shape.warps, shape.matrix, caps) | {
-        "HD": job.hd,
-        "VD": job.vd,
+        "HD": problem.hd,
+        "VD": problem.vd,
         "ROWS": shape.tile_kv,
         "PARTS": shape.parts,
-        "HAS_SINKS": int(job.sinks is not None),
+        "HAS_SINKS": int(problem.sinks is not None),
         "ROW_LANES": shape.row_lanes,
-        "SPLIT_Q": int(job.q_pe is not None),
-        "NOPE": job.hd - rot,
-        "Q_PITCH": job.q.shape[-1],
-        "K_TYPE": CACHE_TYPES[job.cache_k.type],
+        "SPLIT_Q": int(problem.q_pe is not None),
+        "NOPE": problem.hd - rot,
+        "Q_PITCH": problem.q.shape[-1],
+        "K_TYPE": CACHE_TYPES[problem.cache_k.type],
     }
     return Variant.of("attention/prompt/prompt_latent.comp", spec=spec, subgroup_size=required_subgroup(caps))
 

@@ -35,47 +35,47 @@ from vkback.quants import UNIT
 from vkback.shader import Spec, Variant, interface
 
 
-def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
+def lower(problem: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight, with split-K two. Raises PlanError for what the kernel cannot do."""
-    check(job, shape, caps)
+    check(problem, shape, caps)
     if shape.kernel != "coop_mat":
-        return [_by_rows(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
+        return [_by_rows(problem, shape, caps, i, shard) for i, shard in enumerate(shards(problem.w, caps))]
     found: list[Dispatch] = []
-    for i, shard in enumerate(shards(job.w, caps)):
-        found += _by_matrices(job, shape, caps, i, shard)
+    for i, shard in enumerate(shards(problem.w, caps)):
+        found += _by_matrices(problem, shape, caps, i, shard)
     return found
 
 
-def check(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
+def check(problem: Gemm, shape: GemmShape, caps: Capabilities) -> None:
     """Raises PlanError, with what to do instead, where kernel, product and device do not fit together."""
-    if shape.kernel != "coop_mat" and (job.transposed or job.x_factors is not None):
-        raise PlanError(f"[gemm] {job.name}: only coop_mat reads weights the other way round, or has factors of columns")
+    if shape.kernel != "coop_mat" and (problem.transposed or problem.x_factors is not None):
+        raise PlanError(f"[gemm] {problem.name}: only coop_mat reads weights the other way round, or has factors of columns")
     wanted = {"int_dot": "Q8_1", "f32": "F32", "coop_mat": "F16", "coop_reg": "F16"}[shape.kernel]
-    if job.x.type != wanted:
-        raise PlanError(f"[gemm] {job.name}: {shape.kernel} takes x as {wanted}, got {job.x}; convert it first")
+    if problem.x.type != wanted:
+        raise PlanError(f"[gemm] {problem.name}: {shape.kernel} takes x as {wanted}, got {problem.x}; convert it first")
     if shape.kernel == "coop_mat":
-        return _check_matrices(job, shape, caps)
-    if job.x.shape[-1] != job.k:
-        raise PlanError(f"[gemm] {job.name}: {job.w} takes rows of {job.k} values, got {job.x}")
-    if shape.kernel == "int_dot" and (job.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
-        raise PlanError(f"[gemm] {job.name}: no integer dot products of {job.w.type} on {caps.name}; take f32")
+        return _check_matrices(problem, shape, caps)
+    if problem.x.shape[-1] != problem.k:
+        raise PlanError(f"[gemm] {problem.name}: {problem.w} takes rows of {problem.k} values, got {problem.x}")
+    if shape.kernel == "int_dot" and (problem.w.type in ("F32", "F16", "BF16") or not caps.int_dot):
+        raise PlanError(f"[gemm] {problem.name}: no integer dot products of {problem.w.type} on {caps.name}; take f32")
     threads = shape.subgroups * lanes_for(caps)[0]
     if shape.tile_m % threads:
-        raise PlanError(f"[gemm] {job.name}: {shape.tile_m} rows of a tile are no multiple of its {threads} threads")
-    if job.y.type == "Q8_1" and shape.tile_m // threads != (8 if job.glu else 4):
-        raise PlanError(f"[gemm] {job.name}: a Q8_1 output takes 4 rows a thread, 8 with GLU, got {shape.tile_m // threads}")
-    if job.y.type == "F16" or shape.split_k > 1:
-        raise PlanError(f"[gemm] {job.name}: F16 outputs and split-K are for coop_mat, not {shape.kernel}")
+        raise PlanError(f"[gemm] {problem.name}: {shape.tile_m} rows of a tile are no multiple of its {threads} threads")
+    if problem.y.type == "Q8_1" and shape.tile_m // threads != (8 if problem.glu else 4):
+        raise PlanError(f"[gemm] {problem.name}: a Q8_1 output takes 4 rows a thread, 8 with GLU, got {shape.tile_m // threads}")
+    if problem.y.type == "F16" or shape.split_k > 1:
+        raise PlanError(f"[gemm] {problem.name}: F16 outputs and split-K are for coop_mat, not {shape.kernel}")
 
 
-def _check_matrices(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
+def _check_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities) -> None:
     rows, columns, depth = shape.matrix
     cut = f"tiles of {shape.tile_m} x {shape.tile_n}, parts of {shape.warp_m} x {shape.warp_n}, matrices {rows}x{columns}x{depth}"
-    glu = int(job.glu != "")
+    glu = int(problem.glu != "")
     wrong = [
         text
         for text, there in (
-            (f"x {job.x} does not hold rows of {job.k} values", job.x.shape[-1] != ceil_div(job.k, UNIT) * UNIT),
+            (f"x {problem.x} does not hold rows of {problem.k} values", problem.x.shape[-1] != ceil_div(problem.k, UNIT) * UNIT),
             ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
             ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
             (
@@ -84,29 +84,32 @@ def _check_matrices(job: Gemm, shape: GemmShape, caps: Capabilities) -> None:
             ),
             (f"steps of {shape.step_k} along K", shape.step_k % UNIT or shape.step_k % depth),
             ("no fragments with such matrices", shape.fragments and not fragments_possible(shape.matrix, caps)),
-            ("split-K makes F32 of a dense product", shape.split_k > 1 and (job.y.type != "F32" or job.route is not None)),
-            ("a tile of an F16 output has whole units", job.y.type == "F16" and (shape.tile_m >> glu) % UNIT),
-            ("a part of an F16 output has whole matrices", job.y.type == "F16" and (shape.warp_m >> glu) % depth),
-            ("Q8_1 outputs are for int_dot", job.y.type == "Q8_1"),
-            ("factors of columns stand where a bias would", job.x_factors is not None and (job.bias is not None or job.route is not None)),
+            ("split-K makes F32 of a dense product", shape.split_k > 1 and (problem.y.type != "F32" or problem.route is not None)),
+            ("a tile of an F16 output has whole units", problem.y.type == "F16" and (shape.tile_m >> glu) % UNIT),
+            ("a part of an F16 output has whole matrices", problem.y.type == "F16" and (shape.warp_m >> glu) % depth),
+            ("Q8_1 outputs are for int_dot", problem.y.type == "Q8_1"),
+            (
+                "factors of columns stand where a bias would",
+                problem.x_factors is not None and (problem.bias is not None or problem.route is not None),
+            ),
             (
                 "transposed, a tile has whole units of a dense weight in one shard, and makes F32",
-                job.transposed and not _can_transpose(job, shape, caps),
+                problem.transposed and not _can_transpose(problem, shape, caps),
             ),
         )
         if there
     ]
     if wrong:
-        raise PlanError(f"[gemm] {job.name}: coop_mat with {cut}: {'; '.join(wrong)}")
+        raise PlanError(f"[gemm] {problem.name}: coop_mat with {cut}: {'; '.join(wrong)}")
 
 
-def _can_transpose(job: Gemm, shape: GemmShape, caps: Capabilities) -> bool:
+def _can_transpose(problem: Gemm, shape: GemmShape, caps: Capabilities) -> bool:
     """Whether coop_mat can multiply by a weight the other way round."""
-    plain = job.y.type == "F32" and job.route is None and not job.glu and job.y_row0 == 0 and len(job.w.shape) == 2
-    return plain and shape.tile_m % UNIT == 0 and len(shards(job.w, caps)) == 1
+    plain = problem.y.type == "F32" and problem.route is None and not problem.glu and problem.y_row0 == 0 and len(problem.w.shape) == 2
+    return plain and shape.tile_m % UNIT == 0 and len(shards(problem.w, caps)) == 1
 
 
-def _coop_spec(job: Gemm, shape: GemmShape, y_type: int, caps: Capabilities) -> Spec:
+def _coop_spec(problem: Gemm, shape: GemmShape, y_type: int, caps: Capabilities) -> Spec:
     """Specialization constants of shaders/gemm/coop_mat.comp."""
     return (
         matrix_spec(shape.subgroups, shape.matrix, caps)
@@ -118,39 +121,39 @@ def _coop_spec(job: Gemm, shape: GemmShape, y_type: int, caps: Capabilities) -> 
             "SUBGROUP_N": shape.warp_n,
             "STEP_K": shape.step_k,
             "FRAGMENTS": int(shape.fragments),
-            "GROUPED": int(job.route is not None),
-            "HAS_BIAS": int(job.bias is not None),
-            "HAS_RESIDUAL": int(job.residual is not None),
-            "GLU": GLU_KINDS[job.glu],
-            "GLU_ALPHA": float(job.alpha),
-            "GLU_LIMIT": float(job.limit),
+            "GROUPED": int(problem.route is not None),
+            "HAS_BIAS": int(problem.bias is not None),
+            "HAS_RESIDUAL": int(problem.residual is not None),
+            "GLU": GLU_KINDS[problem.glu],
+            "GLU_ALPHA": float(problem.alpha),
+            "GLU_LIMIT": float(problem.limit),
             "Y_TYPE": y_type,
-            "TRANSPOSED": int(job.transposed),
-            "COLUMN_FACTORS": int(job.x_factors is not None),
+            "TRANSPOSED": int(problem.transposed),
+            "COLUMN_FACTORS": int(problem.x_factors is not None),
         }
     )
 
 
-def _by_matrices(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
+def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
     """A dispatch of shaders/gemm/coop_mat.comp, and with split-K one that adds up the parts."""
-    rows = job.m if job.route is not None or job.transposed else shard.rows
-    split = min(shape.split_k, ceil_div(job.k, UNIT))
+    rows = problem.m if problem.route is not None or problem.transposed else shard.rows
+    split = min(shape.split_k, ceil_div(problem.k, UNIT))
     shape = dataclasses.replace(shape, split_k=split)
-    glu = job.glu != ""
-    target, y_stride, y_type = job.y, job.y.shape[-1], 0
-    if job.y.type == "F16":
-        y_stride, y_type = packed_stride(job.y.shape[-1], shape, caps), 2 if shape.fragments else 1
-    making, row0 = job, job.y_row0
+    glu = problem.glu != ""
+    target, y_stride, y_type = problem.y, problem.y.shape[-1], 0
+    if problem.y.type == "F16":
+        y_stride, y_type = packed_stride(problem.y.shape[-1], shape, caps), 2 if shape.fragments else 1
+    making, row0 = problem, problem.y_row0
     if split > 1:
-        target, y_stride, y_type = Tensor(f"{job.name}.parts{job.y_row0 + shard.row0}", "F32", (split, job.n, rows)), rows, 3
-        making, row0 = dataclasses.replace(job, bias=None, residual=None, glu="", y_row0=0), 0
+        target, y_stride, y_type = Tensor(f"{problem.name}.parts{problem.y_row0 + shard.row0}", "F32", (split, problem.n, rows)), rows, 3
+        making, row0 = dataclasses.replace(problem, bias=None, residual=None, glu="", y_row0=0), 0
     spec = _coop_spec(making, shape, y_type, caps)
-    pieces = shards(job.w, caps)
-    whole = len(pieces) == 1 and (job.y.type == "F16" or job.y.shape[-1] == job.m >> glu)
+    pieces = shards(problem.w, caps)
+    whole = len(pieces) == 1 and (problem.y.type == "F16" or problem.y.shape[-1] == problem.m >> glu)
     part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
-    push = push_words(making, shape, alone, packed_stride(job.k, shape, caps), y_stride)
-    weight = Arg(job.w, "r", index)
+    push = push_words(making, shape, alone, packed_stride(problem.k, shape, caps), y_stride)
+    weight = Arg(problem.w, "r", index)
     optional = {"Bias": making.bias, "ColumnFactors": making.x_factors, "Residual": making.residual, "Route": making.route}
     buffers = {
         "WeightWords": weight,
@@ -161,25 +164,25 @@ def _by_matrices(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
     }
     shader = "gemm/coop_mat.comp"
     product = Dispatch(
-        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
+        Variant.of(shader, decoder(problem.w.type, caps, problem.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, weight),
         push,
-        grid(job, shape, shard),
-        "MUL_MAT" if job.route is None else "MUL_MAT_ID",
-        job.name,
-        f"coop_mat{', transposed weights' if job.transposed else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, "
-        f"{shape.subgroups} subgroups, {split} parts" + (f", stored as f16 {order_word(shape)}" if job.y.type == "F16" else ""),
-        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
-        weight_bytes=weight_bytes(job, shard),
-        flops=job.flops * shard.rows // prod(job.w.shape[:-1]),
+        grid(problem, shape, shard),
+        "MUL_MAT" if problem.route is None else "MUL_MAT_ID",
+        problem.name,
+        f"coop_mat{', transposed weights' if problem.transposed else ''}: tiles of {shape.tile_m} x {shape.tile_n} x {shape.step_k}, "
+        f"{shape.subgroups} subgroups, {split} parts" + (f", stored as f16 {order_word(shape)}" if problem.y.type == "F16" else ""),
+        nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
+        weight_bytes=weight_bytes(problem, shard),
+        flops=problem.flops * shard.rows // prod(problem.w.shape[:-1]),
     )
     if split == 1:
         return [product]
     wg = min(256, caps.max_workgroup_invocations)
-    aligned = not any(size % 4 for size in (rows, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu)))
-    quads = aligned and job.bias is None and not glu
+    aligned = not any(size % 4 for size in (rows, problem.y.shape[-1], problem.y_row0 + (shard.row0 >> glu)))
+    quads = aligned and problem.bias is None and not glu
     threads = rows // 4 if quads else rows >> glu
-    defines: Defines = {**epilogue_defines(job), "WG": wg, "PARTS": split, "QUADS": int(quads)}
+    defines: Defines = {**epilogue_defines(problem), "WG": wg, "PARTS": split, "QUADS": int(quads)}
     unused = Arg(target)
     return [
         product,
@@ -187,115 +190,115 @@ def _by_matrices(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
             Variant.of("gemm/split_sum.comp", defines),
             (
                 unused,
-                Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
-                *(Arg(t) if t is not None else unused for t in (job.bias, job.residual)),
+                Arg(problem.y, "w", part="" if whole else f"rows {problem.y_row0} {shard.row0}"),
+                *(Arg(t) if t is not None else unused for t in (problem.bias, problem.residual)),
             ),
-            pack_push(rows, job.n, job.y.shape[-1], job.y_row0 + (shard.row0 >> glu), shard.row0),
-            (ceil_div(threads, wg), job.n, 1),
+            pack_push(rows, problem.n, problem.y.shape[-1], problem.y_row0 + (shard.row0 >> glu), shard.row0),
+            (ceil_div(threads, wg), problem.n, 1),
             "MUL_MAT",
-            f"{job.name} parts",
+            f"{problem.name} parts",
             f"{split} parts",
-            nbytes=nbytes(target) + nbytes(job.y),
-            flops=split * rows * job.n,
+            nbytes=nbytes(target) + nbytes(problem.y),
+            flops=split * rows * problem.n,
         ),
     ]
 
 
-def epilogue_defines(job: Gemm) -> Defines:
+def epilogue_defines(problem: Gemm) -> Defines:
     """What becomes of the sums."""
     return {
-        "HAS_BIAS": int(job.bias is not None),
-        "HAS_RESIDUAL": int(job.residual is not None),
-        "GLU": GLU_KINDS[job.glu],
-        "GLU_ALPHA": repr(float(job.alpha)),
-        "GLU_LIMIT": repr(float(job.limit)),
+        "HAS_BIAS": int(problem.bias is not None),
+        "HAS_RESIDUAL": int(problem.residual is not None),
+        "GLU": GLU_KINDS[problem.glu],
+        "GLU_ALPHA": repr(float(problem.alpha)),
+        "GLU_LIMIT": repr(float(problem.limit)),
     }
 
 
-def column_tiles(job: Gemm, tile_n: int) -> int:
+def column_tiles(problem: Gemm, tile_n: int) -> int:
     """Column tiles of the grid."""
-    return ceil_div(job.n, tile_n) if job.route is None else max_tiles(job.n, job.w.shape[0], tile_n)
+    return ceil_div(problem.n, tile_n) if problem.route is None else max_tiles(problem.n, problem.w.shape[0], tile_n)
 
 
-def push_words(job: Gemm, shape: GemmShape, shard: Shard, x_stride: int, y_stride: int) -> bytes:
+def push_words(problem: Gemm, shape: GemmShape, shard: Shard, x_stride: int, y_stride: int) -> bytes:
     """The push constants of shaders/gemm/iface.glsl."""
-    units = ceil_div(job.k, UNIT)
-    grouped = job.route is not None
+    units = ceil_div(problem.k, UNIT)
+    grouped = problem.route is not None
     return pack_push(
-        *weight_push(job.w.type, shard.layout, job.w.shape[-1]),
-        job.m if grouped or job.transposed else shard.rows,
-        job.k,
-        job.n,
-        column_tiles(job, shape.tile_n),
+        *weight_push(problem.w.type, shard.layout, problem.w.shape[-1]),
+        problem.m if grouped or problem.transposed else shard.rows,
+        problem.k,
+        problem.n,
+        column_tiles(problem, shape.tile_n),
         ceil_div(units, shape.split_k),
         x_stride,
         y_stride,
-        job.y_row0 + (0 if grouped else shard.row0 >> (job.glu != "")),
+        problem.y_row0 + (0 if grouped else shard.row0 >> (problem.glu != "")),
         0 if grouped else shard.row0,
-        job.x_shared,
-        1.0 / job.x_scale,
-        float(job.out_scale),
+        problem.x_shared,
+        1.0 / problem.x_scale,
+        float(problem.out_scale),
     )
 
 
-def grid(job: Gemm, shape: GemmShape, shard: Shard) -> tuple[int, int, int]:
+def grid(problem: Gemm, shape: GemmShape, shard: Shard) -> tuple[int, int, int]:
     """Workgroups: row tiles times column tiles, spread over x and y, and the parts of a split-K product along z."""
-    rows = job.m if job.route is not None or job.transposed else shard.rows
-    tiles = ceil_div(rows, shape.tile_m) * column_tiles(job, shape.tile_n)
+    rows = problem.m if problem.route is not None or problem.transposed else shard.rows
+    tiles = ceil_div(rows, shape.tile_m) * column_tiles(problem, shape.tile_n)
     y = ceil_div(tiles, MAX_GROUPS_X)
     return ceil_div(tiles, y), y, shape.split_k
 
 
-def bindings(job: Gemm, index: int, y: Tensor, part: str) -> tuple[Arg, ...]:
+def bindings(problem: Gemm, index: int, y: Tensor, part: str) -> tuple[Arg, ...]:
     """Buffers in the order of shaders/gemm/iface.glsl; the weight stands in for those that are not needed."""
-    none = Arg(job.w, "r", index)
-    others = (Arg(t) if t is not None else none for t in (job.bias or job.x_factors, job.residual, job.route))
-    return (none, Arg(job.x), Arg(y, "w", part=part), *others)
+    none = Arg(problem.w, "r", index)
+    others = (Arg(t) if t is not None else none for t in (problem.bias or problem.x_factors, problem.residual, problem.route))
+    return (none, Arg(problem.x), Arg(y, "w", part=part), *others)
 
 
-def weight_bytes(job: Gemm, shard: Shard) -> int:
+def weight_bytes(problem: Gemm, shard: Shard) -> int:
     """Bytes of weights that a product must read, each once; of a stack of experts those that can be chosen."""
     whole = shard.layout.nbytes
-    return whole if job.route is None else whole * min(job.n, job.w.shape[0]) // job.w.shape[0]
+    return whole if problem.route is None else whole * min(problem.n, problem.w.shape[0]) // problem.w.shape[0]
 
 
-def _by_rows(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+def _by_rows(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
     """A dispatch of shaders/gemm/f32.comp or int_dot.comp."""
     lanes, required, use_shuffles = lanes_for(caps)
     wg = shape.subgroups * lanes
-    q8_out = job.y.type == "Q8_1"
+    q8_out = problem.y.type == "Q8_1"
     defines: Defines = {
-        **decoder(job.w.type, caps, job.pairs),
-        **epilogue_defines(job),
+        **decoder(problem.w.type, caps, problem.pairs),
+        **epilogue_defines(problem),
         "WG": wg,
         "ROWS": shape.tile_m // wg,
         "COLS": shape.tile_n,
         "USE_SHUFFLES": use_shuffles,
-        "GROUPED": int(job.route is not None),
+        "GROUPED": int(problem.route is not None),
     }
     if shape.kernel == "f32":
-        defines["K_TAIL"] = int(job.k % UNIT != 0)
-        x_stride = job.k
+        defines["K_TAIL"] = int(problem.k % UNIT != 0)
+        x_stride = problem.k
     else:
         defines["Y_TYPE"] = int(q8_out)
-        x_stride = quants.q8_1_stride(job.k) // 16
+        x_stride = quants.q8_1_stride(problem.k) // 16
     if q8_out:
         sums, pinned = reduction(caps, wg, lanes=8)
         required = required or pinned
         defines |= {name: sums[name] for name in ("REDUCE_SUBGROUP", "SUBGROUP_SIZE")}
-    y_stride = ceil_div(job.y.shape[-1], UNIT) if q8_out else job.y.shape[-1]
-    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
+    y_stride = ceil_div(problem.y.shape[-1], UNIT) if q8_out else problem.y.shape[-1]
+    whole = problem.y.shape[-1] == problem.m >> (problem.glu != "") and len(shards(problem.w, caps)) == 1
     return Dispatch(
         Variant.of(f"gemm/{shape.kernel}.comp", defines, subgroup_size=required),
-        bindings(job, index, job.y, "" if whole else f"rows {job.y_row0} {shard.row0}"),
-        push_words(job, shape, shard, x_stride, y_stride),
-        grid(job, dataclasses.replace(shape, split_k=1), shard),
-        "MUL_MAT" if job.route is None else "MUL_MAT_ID",
-        job.name,
+        bindings(problem, index, problem.y, "" if whole else f"rows {problem.y_row0} {shard.row0}"),
+        push_words(problem, shape, shard, x_stride, y_stride),
+        grid(problem, dataclasses.replace(shape, split_k=1), shard),
+        "MUL_MAT" if problem.route is None else "MUL_MAT_ID",
+        problem.name,
         f"{shape.kernel}: tiles of {shape.tile_m} x {shape.tile_n}, {wg} threads",
-        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
-        weight_bytes=weight_bytes(job, shard),
-        flops=job.flops * shard.rows // prod(job.w.shape[:-1]),
+        nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
+        weight_bytes=weight_bytes(problem, shard),
+        flops=problem.flops * shard.rows // prod(problem.w.shape[:-1]),
     )
 
 

@@ -30,8 +30,8 @@ def lower_transposed(
     """The dispatches of dx [n, k] = dy [n, m] w [m, k] [+ before] by matrices."""
     assert choice.shape is not None
     packing, x, factors = _packed_by_rows(dy, dy.shape[0], choice.shape, ctx)
-    job = Gemm(w, x, dx, dy.shape[0], residual=before, x_factors=factors, transposed=True, label=name, pairs=_in_pairs(w, ctx))
-    return [packing, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(job, choice.shape, ctx.caps))]
+    problem = Gemm(w, x, dx, dy.shape[0], residual=before, x_factors=factors, transposed=True, label=name, pairs=_in_pairs(w, ctx))
+    return [packing, *(dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in lower(problem, choice.shape, ctx.caps))]
 
 
 def _packed_by_rows(x: Tensor, n: int, shape: GemmShape, ctx: LowerContext) -> tuple[Dispatch, Tensor, Tensor]:
@@ -75,7 +75,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     target, after = _after_gemm(node, shape, ctx)
     params = node.node.params
     clamped = node.glu and "limit" in params
-    job = Gemm(
+    problem = Gemm(
         node.w,
         x,
         target,
@@ -100,7 +100,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         heads=heads,
         pairs=_in_pairs(node.w, ctx),
     )
-    kernels = gemm_reg.lower(job, shape, caps) if shape.kernel == "coop_reg" else lower(job, shape, caps)
+    kernels = gemm_reg.lower(problem, shape, caps) if shape.kernel == "coop_reg" else lower(problem, shape, caps)
     dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {choice.source}") for d in kernels]
     return [*before, *dispatches, *after]
 
@@ -129,8 +129,8 @@ def _lower_heads(node: LinearNode, shape: GemmShape, source: str, ctx: LowerCont
         x = taken
     plain = node.y if node.y.type == "F32" else Tensor(f"{name}.f32", "F32", node.y.shape)
     target = dataclasses.replace(plain, shape=(slots, node.m))
-    job = Gemm(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name, pairs=_in_pairs(node.w, ctx))
-    dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(job, shape, caps)]
+    problem = Gemm(node.w, x, target, slots, route=routes, x_scale=ctx.f16_scale(x), label=name, pairs=_in_pairs(node.w, ctx))
+    dispatches = [dataclasses.replace(d, reason=f"{d.reason}: {source}") for d in lower(problem, shape, caps)]
     after = quantize_dispatch(plain, node.y, ctx) if plain is not node.y else []
     own = {t.name: t for t in (node.x, plain)}
     return [

@@ -135,19 +135,19 @@ def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: GemmSha
     return shape.kernel == "coop_reg" and fours and len(shards(w, caps)) == 1
 
 
-def lower(job: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
+def lower(problem: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
-    stored = job.y.type == "F32" or (job.y.type == "F16" and stores_units(job.w, job.glu != "", shape, caps))
-    if job.route is not None or not stored or job.x.type != "F16" or shape.kernel != "coop_reg":
+    stored = problem.y.type == "F32" or (problem.y.type == "F16" and stores_units(problem.w, problem.glu != "", shape, caps))
+    if problem.route is not None or not stored or problem.x.type != "F16" or shape.kernel != "coop_reg":
         said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
-        raise PlanError(f"[gemm] {job.name}: {said}; got {job.x} and {job.y}")
-    if job.x.shape[-1] != blocks_of(job.k, shape) * shape.row_lanes * UNIT:
-        raise PlanError(f"[gemm] {job.name}: {job.x} does not hold rows of {job.k} values in whole blocks")
-    return [_product(job, shape, caps, i, shard) for i, shard in enumerate(shards(job.w, caps))]
+        raise PlanError(f"[gemm] {problem.name}: {said}; got {problem.x} and {problem.y}")
+    if problem.x.shape[-1] != blocks_of(problem.k, shape) * shape.row_lanes * UNIT:
+        raise PlanError(f"[gemm] {problem.name}: {problem.x} does not hold rows of {problem.k} values in whole blocks")
+    return [_product(problem, shape, caps, i, shard) for i, shard in enumerate(shards(problem.w, caps))]
 
 
-def _product(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
-    step_units = lane_units(job.w.type, shape.row_lanes)
+def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
+    step_units = lane_units(problem.w.type, shape.row_lanes)
     spec = (
         matrix_spec(shape.subgroups, shape.matrix, caps)
         | decoder_spec(shape)
@@ -156,38 +156,38 @@ def _product(job: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard:
             "TILE_N": shape.tile_n,
             "ROW_SUBGROUPS": shape.tile_m // shape.warp_m,
             "ROW_LANES": shape.row_lanes,
-            "HAS_BIAS": int(job.bias is not None),
+            "HAS_BIAS": int(problem.bias is not None),
             "LANE_UNITS": step_units,
-            "K_ALIGNED": int(step_units * shape.row_lanes == 8 and job.k % (8 * UNIT) == 0),
+            "K_ALIGNED": int(step_units * shape.row_lanes == 8 and problem.k % (8 * UNIT) == 0),
         }
     )
-    if job.squares is not None:
-        spec |= {"X_SQUARES": job.squares.shape[-1], "EPS": float(job.eps)}
-    weight = Arg(job.w, "r", index)
-    buffers = {"WeightWords": weight, "X": Arg(job.x), "Bias": _arg(job.bias), "XSquares": _arg(job.squares)}
-    if job.heads is not None:
-        shader, stored, y_stride = HEADS_SHADER, "rotated and stored", job.y.shape[-1]
-        spec |= _heads_spec(job.heads)
-        buffers |= _heads_buffers(job.heads, job.y_row0, job.m)
+    if problem.squares is not None:
+        spec |= {"X_SQUARES": problem.squares.shape[-1], "EPS": float(problem.eps)}
+    weight = Arg(problem.w, "r", index)
+    buffers = {"WeightWords": weight, "X": Arg(problem.x), "Bias": _arg(problem.bias), "XSquares": _arg(problem.squares)}
+    if problem.heads is not None:
+        shader, stored, y_stride = HEADS_SHADER, "rotated and stored", problem.y.shape[-1]
+        spec |= _heads_spec(problem.heads)
+        buffers |= _heads_buffers(problem.heads, problem.y_row0, problem.m)
     else:
-        shader, stored = SHADER, "stored as f16 units" if job.y.type == "F16" else ""
-        y_stride = units_stride(job.m >> (job.glu != ""), shape, caps) if job.y.type == "F16" else job.y.shape[-1]
-        spec |= _epilogue_spec(job, shape, caps)
-        buffers |= _epilogue_buffers(job, shard, caps)
-    groups = grid(job, shape, shard)
+        shader, stored = SHADER, "stored as f16 units" if problem.y.type == "F16" else ""
+        y_stride = units_stride(problem.m >> (problem.glu != ""), shape, caps) if problem.y.type == "F16" else problem.y.shape[-1]
+        spec |= _epilogue_spec(problem, shape, caps)
+        buffers |= _epilogue_buffers(problem, shard, caps)
+    groups = grid(problem, shape, shard)
     return Dispatch(
-        Variant.of(shader, decoder(job.w.type, caps, job.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
+        Variant.of(shader, decoder(problem.w.type, caps, problem.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, weight),
-        push_words(job, shape, shard, units_stride(job.k, shape, caps), y_stride),
+        push_words(problem, shape, shard, units_stride(problem.k, shape, caps), y_stride),
         groups,
         "MUL_MAT",
-        job.name,
+        problem.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
         + (f", {stored}" if stored else ""),
-        nbytes=weight_bytes(job, shard) + nbytes(job.x) + nbytes(job.y),
-        weight_bytes=weight_bytes(job, shard),
-        flops=2 * shard.rows * job.k * job.n,
-        waits=SpinWaits(counted=tuple(t.name for t in (job.x, job.squares) if t), arrives=prod(groups), specialized=True),
+        nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
+        weight_bytes=weight_bytes(problem, shard),
+        flops=2 * shard.rows * problem.k * problem.n,
+        waits=SpinWaits(counted=tuple(t.name for t in (problem.x, problem.squares) if t), arrives=prod(groups), specialized=True),
     )
 
 
@@ -195,28 +195,28 @@ def _arg(tensor: Tensor | None, access: Access = "r") -> Arg | None:
     return Arg(tensor, access) if tensor is not None else None
 
 
-def _epilogue_spec(job: Gemm, shape: GemmShape, caps: Capabilities) -> Spec:
+def _epilogue_spec(problem: Gemm, shape: GemmShape, caps: Capabilities) -> Spec:
     """Constants of shaders/gemm/coop_reg.comp alone."""
-    outputs = job.m >> (job.glu != "")
-    spec: Spec = {"HAS_RESIDUAL": int(job.residual is not None), "GLU": GLU_KINDS[job.glu], "Y_UNITS": int(job.y.type == "F16")}
-    if job.glu:
-        spec |= {"GLU_ALPHA": float(job.alpha), "GLU_LIMIT": float(job.limit)}
-    if job.units is not None:
+    outputs = problem.m >> (problem.glu != "")
+    spec: Spec = {"HAS_RESIDUAL": int(problem.residual is not None), "GLU": GLU_KINDS[problem.glu], "Y_UNITS": int(problem.y.type == "F16")}
+    if problem.glu:
+        spec |= {"GLU_ALPHA": float(problem.alpha), "GLU_LIMIT": float(problem.limit)}
+    if problem.units is not None:
         spec |= {"NEXT_NORM": 1, "UNITS_STRIDE": units_stride(outputs, shape, caps), "Y_SQUARES": ceil_div(outputs, shape.tile_m)}
     return spec
 
 
-def _epilogue_buffers(job: Gemm, shard: Shard, caps: Capabilities) -> dict[str, Arg | None]:
+def _epilogue_buffers(problem: Gemm, shard: Shard, caps: Capabilities) -> dict[str, Arg | None]:
     """Buffers of shaders/gemm/coop_reg.comp alone."""
-    whole = job.y.shape[-1] == job.m >> (job.glu != "") and len(shards(job.w, caps)) == 1
-    packed = job.y if job.y.type == "F16" else job.units
+    whole = problem.y.shape[-1] == problem.m >> (problem.glu != "") and len(shards(problem.w, caps)) == 1
+    packed = problem.y if problem.y.type == "F16" else problem.units
     return {
-        "Y": Arg(job.y, "w", part="" if whole else f"rows {job.y_row0} {shard.row0}"),
-        "Residual": _arg(job.residual),
+        "Y": Arg(problem.y, "w", part="" if whole else f"rows {problem.y_row0} {shard.row0}"),
+        "Residual": _arg(problem.residual),
         "Overflow": Arg(overflow_word(packed), "rw") if packed is not None else None,
-        "Units": _arg(job.units, "w"),
-        "NextNormWeight": _arg(job.units_norm),
-        "YSquares": _arg(job.y_squares, "w"),
+        "Units": _arg(problem.units, "w"),
+        "NextNormWeight": _arg(problem.units_norm),
+        "YSquares": _arg(problem.y_squares, "w"),
     }
 
 

@@ -16,7 +16,7 @@
     expert_weights  F32 [n, n_used]: the experts' outputs are summed with these weights
     selection_bias  F32 [n_expert]: where it chooses experts, TOPK_MOE's bias
     units_norm      of a product of few tokens by matrices F32 [m]: its output in unit order, times this, and its sums of squares are
-                    further outputs (gemm_job.Gemm.units)
+                    further outputs (gemm_problem.Gemm.units)
     squares         of such a product: what another left of x (with the param squares_eps)
     route           of a GEMM by experts: what a ROUTE node made of its ids (vkback/ops/matmul/pack_nodes.py); an F16 x and an F16 output
                     have their columns in its order
