@@ -594,6 +594,7 @@ def test_a_text_beyond_the_context_has_the_code_and_the_words_that_clients_look_
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "word " * 500}])
     with pytest.raises(openai.BadRequestError, match=r"your prompt resulted in \d{3,} tokens\. Please reduce the length") as text:
         client.completions.create(model=MODEL, prompt="word " * 500)
+    assert all("context_length_exceeded" in str(e.value) for e in (chat, text)), "where LangChain looks for it"
     assert [(e.value.code, e.value.param) for e in (chat, text)] == [("context_length_exceeded", name) for name in ("messages", "prompt")]
 
 

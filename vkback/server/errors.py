@@ -45,7 +45,8 @@ class UnknownModel(BadRequest):
 
 
 class ContextTooLong(BadRequest):
-    """More tokens than the context has. The words are OpenAI's, since clients look for them."""
+    """More tokens than the context has. The words are OpenAI's, since clients look for them, and
+    some for the code in the words."""
 
     code = "context_length_exceeded"
 
@@ -53,7 +54,7 @@ class ContextTooLong(BadRequest):
         what, field = ("messages", "messages") if chat else ("prompt", "prompt")
         super().__init__(
             f"[server] This model's maximum context length is {n_ctx} tokens. However, your {what} resulted in {tokens} tokens. "
-            f"Please reduce the length of the {what}, or start the server with a larger --ctx.",
+            f"Please reduce the length of the {what}, or start the server with a larger --ctx ({self.code}).",
             field,
         )
 
