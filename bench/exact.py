@@ -22,7 +22,7 @@ SHORT = 48
 """A multiple of 16 and of most numbers below; with the others the last program holds padding."""
 
 
-def told(n: str, got: np.ndarray, want: np.ndarray) -> bool:
+def same_bits(n: str, got: np.ndarray, want: np.ndarray) -> bool:
     """Whether the bits are the same, which is printed."""
     differ = (got.view(np.uint32) != want.view(np.uint32)).any(axis=1)
     largest = np.abs(got - want).max()
@@ -42,13 +42,13 @@ def holds(engine: Engine, tokens: int) -> bool:
     good = len(np.unique(alone, axis=0)) > len(short) // 2
     for n in range(2, 17):
         engine.resize(engine.n_ctx, ubatch=n)
-        good &= told(f"{n} at a time", engine.prompt_logits(short), alone)
+        good &= same_bits(f"{n} at a time", engine.prompt_logits(short), alone)
     engine.resize(engine.n_ctx, ubatch=usual)
     whole = engine.prompt_logits(ids)
-    good &= told(f"a prompt of {tokens}", whole[: len(short)], alone)
+    good &= same_bits(f"a prompt of {tokens}", whole[: len(short)], alone)
     engine.reset()
     engine.prompt(ids[:-SHORT])
-    return good & told("alone behind a prompt", one_by_one(engine, ids[-SHORT:]), whole[-SHORT:])
+    return good & same_bits("alone behind a prompt", one_by_one(engine, ids[-SHORT:]), whole[-SHORT:])
 
 
 def main() -> int:

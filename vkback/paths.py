@@ -177,7 +177,7 @@ def remove_parts() -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: Path, busy: Callable[[], object]) -> Iterator[None]:
+def exclusive(lock: Path, busy: Callable[[], object]) -> Iterator[None]:
     """Hold a lock that one process has at a time, and that goes with it, however it ends.
 
     lock  its file, which is made with its folder
@@ -207,7 +207,7 @@ def only_writer(path: Path, busy: Callable[[], object]) -> Iterator[None]:
     name = hashlib.sha256(os.path.realpath(path).encode("utf-8", "surrogateescape")).hexdigest()[:32]
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            stack.enter_context(alone(cache_dir() / "locks" / f"{name}.lock", busy))
+            stack.enter_context(exclusive(cache_dir() / "locks" / f"{name}.lock", busy))
         yield
 
 

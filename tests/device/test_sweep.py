@@ -76,8 +76,8 @@ def test_what_tuning_prints_of_a_gemv_is_a_case_of_the_suite(gemv: LinearProblem
 
 def test_gemvs_are_read_from_the_suite_s_own_lines() -> None:
     assert LinearProblem.parse("MUL_MAT(type_a=q4_K,type_b=f32,m=4096,n=1,k=14336,seed=7)") == LinearProblem("Q4_K", 4096, 14336)
-    lies = "bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0"
-    assert LinearProblem.parse(f"MUL_MAT(type_a=q8_0,type_b=f32,m=64,n=2,k=256,{lies})") == LinearProblem("Q8_0", 64, 256, 2)
+    layout = "bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0"
+    assert LinearProblem.parse(f"MUL_MAT(type_a=q8_0,type_b=f32,m=64,n=2,k=256,{layout})") == LinearProblem("Q8_0", 64, 256, 2)
     moe = LinearProblem.parse(" mul_mat_id(type_a=MXFP4,type_b=f32,n_mats=32,n_used=4,b=1,m=64,n=2,k=256) ")
     assert moe == LinearProblem("MXFP4", 64, 256, 2, ("ids",), n_expert=32, n_used=4)
     fused = LinearProblem.parse("LINEAR(type_a=Q8_0,m=64,n=1,k=256,fused=norm+bias,glu=1,out=q8_1)")

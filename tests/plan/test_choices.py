@@ -78,7 +78,7 @@ def test_a_schedule_holds_every_choice(n: int) -> None:
 @pytest.mark.parametrize("model", ["demo-dense", "demo-moe"])
 @pytest.mark.parametrize("n", [1, 8, 64])
 def test_what_was_chosen_stays_right(model: str, n: int) -> None:
-    """Asked anew about the nodes that the last pass has made, the tables say the same."""
+    """Queried anew about the nodes that the last pass has made, the tables say the same."""
     ctx = planned_for("nvidia_h200_linux")
     nodes, ctx = fused_nodes(Model.open(builtin_model(model)).graph(n, 64, head="all"), ctx)
     seen = [node for node in nodes if node.op in PRODUCTS]

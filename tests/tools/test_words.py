@@ -32,6 +32,17 @@ OLD_NAMES = {
     r"\bAPART\b|\bstore_apart\b|\bplace_apart\b": "STORE_F32; staged rows; unaliased",
     r"\b(UNIT_)?EIGHTS\b|\b[kv]_eight\b|\bcache_eights\b": "K_ALIGNED, UNITS_ALIGNED; load_k8, load_v8",
     r"code_book|CODE_BOOK": "codebook",
+    r"\bWAYS?\b|\b(Gemm|Prompt|Repack)?Way\b|\b(main|plain|matrix|latent)_way\b|\bprompt_ways?\b": "kernel",
+    r"(?<!point)(?<!after)(?<!self)(?<!args)(?<!\bp)\.way\b": "kernel (`way` is a parameter of [[attention]])",
+    r"(?i)\bways? (of|to) (multiply|comput)|\bby a way\b": "kernel, algorithm",
+    r"(?i)\blies? anyhow\b|\blying anyhow\b|anyhow_|_anyhow|\banyhow\(": "any strides",
+    r"\b_?Lies\b|\bLIES\b|\blies\.|\blies =|lie_elsewhere": "layout",
+    r"\b_?Asked\b|\bSaid\b|\bclass Made\b|\bclass Kept\b|\bdef _?(told|further|alone|behind)\b": "a name for what it holds or does",
+    r"\bfurther(=| =|:)": "extra_keys, optional, more_prompts: what they are",
+    r"\bown_table\b|\bOwnTable\b": "device_table, DeviceTable",
+    r"\bcopies[./]boxes\b|\bBoxed\b|\bboxed_|\bbox_copy\b|(?i:\bboxes of (values|f32|floats))": "strided copies",
+    r"(?i)\bthe peer\b|\bpeer's\b|\bpeer_(cases?|lines|nmse|cpu|gpt_oss|rows|weights|spec)\b|\bbench_peer\b": "ggml, llama.cpp",
+    r"(?<![\"\w])jobs?(?![\"\w])|\b(Gemm|Prompt|Attention)?Jobs?\b|\b\w+_jobs?\b|\bjobs?_\w+": "problem, task, request",
     r"(?i)\btok(ens?)?/s\b(?! total=)": "t/s, as in the tables (`[metrics] tok/s total=` is the form of a profile's log)",
 }
 """Regular expressions, each with what to write instead."""
@@ -96,6 +107,24 @@ def test_old_names_are_found_nowhere() -> None:
         "Path2",
         "x asked for ahead",
         "class Form:",
+        "shape.way == 1",
+        "WAYS = ()",
+        "way: GemmWay",
+        "main_way(x)",
+        "two ways to multiply",
+        "operands lie anyhow",
+        "rows_anyhow(x)",
+        "lies = 3",
+        "class _Asked:",
+        "def told(x):",
+        "call(further=())",
+        "OwnTable(device)",
+        "ops/copies/boxes.py",
+        "as the peer spells it",
+        "peer_nmse = 1",
+        "its jobs are",
+        "prompt_job(x)",
+        "PromptJob",
     ],
 )
 def test_each_old_name_is_seen(line: str) -> None:
@@ -103,7 +132,19 @@ def test_each_old_name_is_seen(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["overlap, absent", "handed the file to", "hill_climb(points), a hill climb", "test_welch_by_hand", "queue.Empty, empty()"]
+    "line",
+    [
+        "overlap, absent",
+        "handed the file to",
+        "hill_climb(points), a hill climb",
+        "test_welch_by_hand",
+        "queue.Empty, empty()",
+        "by way of subnormal f16, either way, on the way",
+        'set = { way = "plain" }, point.way, --way, math_way',
+        "the bytes lie end to end; it lies in [0, 1)",
+        "falls further; further inputs",
+        '"jobs": part.noun, --peer FOLDER, "peer_line": 1',
+    ],
 )
 def test_other_words_are_left_alone(line: str) -> None:
     assert not hits({"a.py": line})

@@ -12,7 +12,7 @@ from vkback.autotune.journal import Journal, kernel_identity
 from vkback.autotune.search import SweepError
 from vkback.autotune.tunable import S, Tunable, TuneResult
 from vkback.device import Capabilities, Device
-from vkback.paths import alone, reason, tuning_root, write_atomic
+from vkback.paths import exclusive, reason, tuning_root, write_atomic
 from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, device_table
 from vkback.tuning.table import load_table, parse_table, row_lines
@@ -31,7 +31,7 @@ def table_lock(caps: Capabilities, folder: Path, waits: Callable[[str], object])
     with ExitStack() as stack:
         try:
             busy = partial(waits, f"another run tunes {caps.name} and has {path}; waiting for its end")
-            stack.enter_context(alone(path.with_suffix(".lock"), busy))
+            stack.enter_context(exclusive(path.with_suffix(".lock"), busy))
         except OSError as e:
             raise SweepError(f"[tune] {path} cannot be written: {reason(e)}; choose another folder with VKBACK_TUNING") from e
         yield

@@ -31,7 +31,7 @@ GGML_LINES = Path(__file__).with_name("ggml_cases.txt")
 
 
 def ggml_cases() -> Iterator[Case]:
-    """The cases of PEER_LINES, as far as this project has their ops."""
+    """The cases of GGML_LINES, as far as this project has their ops."""
     for line in GGML_LINES.read_text(encoding="utf-8").splitlines():
         if line.partition("(")[0] in OPS:
             yield find_case(line)

@@ -366,7 +366,7 @@ def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
         found = []
         for part in problem.parts:
             rows = rows_of(part)
-            found += [replace(e, rows=rows) for e in expected(alone(part, problem.values, slice(*rows)), ctx)]
+            found += [replace(e, rows=rows) for e in expected(of_rows(part, problem.values, slice(*rows)), ctx)]
         return found
     node, op = problem.node, OPS[problem.node.op]
     inputs = reference_inputs(problem)
@@ -391,7 +391,7 @@ def rows_of(part: Node) -> tuple[int, int]:
     return first, first + (part.inputs[0].shape[-2] >> bool(part.params.get("glu")))
 
 
-def alone(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:
+def of_rows(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:
     """A LINEAR node that fills some rows of an output, with those rows for its output and its residual."""
 
     def cut(t: Tensor) -> Tensor:

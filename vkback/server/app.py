@@ -259,7 +259,7 @@ class Server:
             ids=not self.worker.has_text,
         )
         deadline = time.monotonic() + self._limits.request_s
-        told = request_log.of(request)
+        logged = request_log.of(request)
         results: list[Result] = []
 
         def begin(prompt: Any) -> Turn:
@@ -274,7 +274,7 @@ class Server:
             with self._cancelled_on_error(turn):
                 first = await self._next(request, turn, KEEP_ALIVE_S)
             usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._stream(begin, turn, first, prompts[1:], shape, usage, told)
+            events = self._stream(begin, turn, first, prompts[1:], shape, usage, logged)
             return StreamingResponse(events, media_type="text/event-stream")
         for prompt in prompts:
             turn = begin(prompt)
@@ -282,7 +282,7 @@ class Server:
                 while not isinstance(last := await self._next(request, turn), Result):
                     pass
             results.append(last)
-        told.results += results
+        logged.results += results
         return JSONResponse(shape.whole(results))
 
     @contextmanager
@@ -326,7 +326,7 @@ class Server:
         more_prompts: Sequence[Any],
         shape: replies.Shape,
         usage: bool,
-        told: request_log.Told,
+        logged: request_log.LoggedRequest,
     ) -> AsyncIterator[str]:
         """Events of a reply: of the turn that has begun, and of those of further prompts. An error comes as the last one, since the status
         is sent. While nothing comes, comments do."""
@@ -351,10 +351,10 @@ class Server:
                 yield replies.event(shape.usage(results))
             yield replies.DONE
         except ServerError as e:
-            told.error = e
+            logged.error = e
             yield replies.event(replies.error_body(e))
         finally:
-            told.results += results
+            logged.results += results
             self.worker.cancel(turn.queued)
 
 

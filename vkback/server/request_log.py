@@ -16,23 +16,23 @@ from vkback.server.replies import finish_reason, usage
 log = logging.getLogger("vkback.server")
 
 PROBES = ("/health", "/metrics")
-"""Asked every few seconds by machines: told at level DEBUG while they are answered with 200."""
+"""Requested every few seconds by machines: logged at level DEBUG while they are answered with 200."""
 
 KEY = "vkback.told"
 
 
 @dataclass
-class Told:
+class LoggedRequest:
     """What the endpoints know of a request at its end."""
 
     results: list[Result] = field(default_factory=list)
     error: ServerError | None = None
 
 
-def of(request: Request) -> Told:
+def of(request: Request) -> LoggedRequest:
     """That of a request."""
-    told: Told = request.scope.setdefault(KEY, Told())
-    return told
+    logged: LoggedRequest = request.scope.setdefault(KEY, LoggedRequest())
+    return logged
 
 
 class RequestLog:
@@ -45,7 +45,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told: Told = scope.setdefault(KEY, Told())
+        logged: LoggedRequest = scope.setdefault(KEY, LoggedRequest())
         begun, status, ended = time.monotonic(), 500, False
 
         async def watched(message: Message) -> None:
@@ -59,20 +59,20 @@ class RequestLog:
             await self._app(scope, receive, watched)
         finally:
             probe = scope["path"] in PROBES and status == 200
-            log.log(logging.DEBUG if probe else logging.INFO, "%s", _line(scope, status, told, time.monotonic() - begun, ended))
+            log.log(logging.DEBUG if probe else logging.INFO, "%s", _line(scope, status, logged, time.monotonic() - begun, ended))
 
 
-def _line(scope: Scope, status: int, told: Told, seconds: float, ended: bool) -> str:
+def _line(scope: Scope, status: int, logged: LoggedRequest, seconds: float, ended: bool) -> str:
     client = scope["client"][0] if scope.get("client") else "-"
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")  # as it came: it cannot break the line
     parts = [f"{client} {scope['method']} {path} {status}", f"{seconds:.2f} s"]
-    if told.results:
-        used = usage(told.results)
+    if logged.results:
+        used = usage(logged.results)
         known = used["prompt_tokens_details"]["cached_tokens"]
-        reasons = ", ".join(finish_reason(result) for result in told.results)
+        reasons = ", ".join(finish_reason(result) for result in logged.results)
         parts.append(f"prompt {used['prompt_tokens']} tokens, {known} known; reply {used['completion_tokens']}, {reasons}")
-    if told.error is not None:
-        parts.append(f"{told.error.code}: {' '.join(str(told.error).split())}")
+    if logged.error is not None:
+        parts.append(f"{logged.error.code}: {' '.join(str(logged.error).split())}")
     elif not ended:
         parts.append("the client has left")
     return ", ".join(parts)

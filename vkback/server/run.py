@@ -16,8 +16,8 @@ DRAIN_S = 5
 
 
 class EndingServer(uvicorn.Server):
-    """Told to end, it first ends the worker's requests: their streams close with an error event. uvicorn alone would wait for them, and
-    then cut them off."""
+    """On a request to end, it first ends the worker's requests: their streams close with an error event. uvicorn alone would wait for them,
+    and then cut them off."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)

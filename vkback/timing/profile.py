@@ -185,7 +185,7 @@ def measure_phase(
     with ExitStack() as stack:
         meter = _Meter(device, schedule, bind, begin, runs, stack)
         plain = meter.plain()
-        alone = meter.alone()
+        alone = meter.each_dispatch_us()
         clocked = device.caps.shader_clock and clocks_cover(schedule, device.caps.max_storage_bindings)
         times, starts, wall = meter.clocked() if clocked else meter.stamped()
         empty_us = meter.empty()
@@ -399,8 +399,8 @@ class _Meter:
         (first, begun), (second, ended) = found
         return float((ended - begun) / 1e3 / ticks_between(first, second))
 
-    def alone(self) -> dict[tuple[int, int], float]:
-        """Microseconds of each dispatch of stages that have several, by stage and place in it, a barrier before and after each."""
+    def each_dispatch_us(self) -> dict[tuple[int, int], float]:
+        """Microseconds of each dispatch of stages that have several, by stage and index in it, a barrier before and after each."""
         several = [(i, j) for i, stage in enumerate(self.schedule.stages) if len(stage) > 1 for j in range(len(stage))]
         if not several:
             return {}

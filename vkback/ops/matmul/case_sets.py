@@ -140,7 +140,7 @@ HUGE = 1e5
 
 
 def paths(quant: str) -> list[dict[str, Any]]:
-    """Ways to compute with this type, as parameters of a case: floats, and the integer dot of activations that come as Q8_1."""
+    """Arithmetic that this type has, as parameters of a case: floats, and the integer dot of activations that come as Q8_1."""
     return [FLOAT, INT] if quant in INT_QUANTS else [FLOAT]
 
 
