@@ -297,7 +297,11 @@ class Engine:
         return main_kernel(self._prompts.dispatches([tokens]))
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
-        """Tensors of a kind that programs of one and of several tokens use."""
+        """Tensors of a kind that programs of one and of several tokens use.
+
+        Weights are loaded before larger programs are planned. So passes may combine weights otherwise for several tokens than for one, but
+        alike for any number above one (tests/plan/test_weights_of_plans.py).
+        """
         schedules = (self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none"))
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 

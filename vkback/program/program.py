@@ -130,7 +130,13 @@ class Program:
 
     def _bind(self, arg: Arg) -> BufferRange:
         if arg.tensor.kind == "weight":
-            return self._weights[arg.tensor.name].shards[arg.shard]
+            loaded = self._weights.get(arg.tensor.name)
+            if loaded is None:
+                raise PlanError(
+                    f"[program] {arg.tensor}: not among the weights that were loaded; expected a plan that combines weights as those of "
+                    "one token and of the smallest prompt do (Engine.load loads what they use)"
+                )
+            return loaded.shards[arg.shard]
         found = self._ranges.get(arg.tensor.name)
         if found is None:
             raise PlanError(f"[program] {arg.tensor}: bound to no memory; pass it in `ranges` or make it a node of the schedule")

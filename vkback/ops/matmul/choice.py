@@ -227,6 +227,23 @@ class TransposedChoice:
     shape: GemmShape | None
     source: str
 
+    @property
+    def kernel(self) -> Kernel:
+        """Which kernel it is."""
+        return "f32" if self.shape is None else self.shape.kernel
+
+    @property
+    def rounds(self) -> Rounds:
+        """What it rounds F32 gradients to."""
+        return "F16" if self.shape is not None else ""
+
+    def storing(self, node: Node, ctx: LowerContext) -> TransposedChoice:
+        """It makes F32 alone."""
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, transposed{', rounds gradients to F16' if self.rounds else ''}: {self.source}"
+
 
 def choose_transposed(w: Tensor, n: int, ctx: LowerContext) -> TransposedChoice:
     """The kernel for gradients [n, m] times a stored weight [m, k], by the tables' rows for a weight [k, m]. Only with act "f16"; shape

@@ -21,7 +21,7 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.ggml_words import sized, tensor_type, type_word
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import low_rank
-from vkback.ops.matmul.choice import F16_TOLERANCE, choose_transposed
+from vkback.ops.matmul.choice import F16_TOLERANCE, TransposedChoice, choose_transposed
 from vkback.ops.matmul.gemm_lower import lower_transposed
 from vkback.ops.matmul.linear_cases import MATRICES
 from vkback.ops.op import register
@@ -37,7 +37,13 @@ def adds(node: Node, ctx: LowerContext) -> bool:
         return False
     if low_rank.is_factor(w, dy.shape[0], ctx):
         return not low_rank.makes_rank(w, back=True)
-    return choose_transposed(w, dy.shape[0], ctx).shape is not None
+    return _choice(node, ctx).shape is not None
+
+
+def _choice(node: Node, ctx: LowerContext) -> TransposedChoice:
+    """The choice that a plan has made for a MUL_MAT_BACK with a stored weight; of a node outside a plan it is made here."""
+    dy, w = node.inputs[:2]
+    return node.choice if isinstance(node.choice, TransposedChoice) else choose_transposed(w, dy.shape[0], ctx)
 
 
 @register
@@ -60,6 +66,9 @@ class MulMatBack(Gradient):
         dy, w = (np.asarray(i, np.float64) for i in inputs[:2])
         return against(dy, lambda x: x @ w.T, np.zeros((len(dy), w.shape[1])))
 
+    def choose(self, node: Node, ctx: LowerContext) -> TransposedChoice | None:
+        return _choice(node, ctx) if in_planes(node.inputs[1]) and len(node.inputs[1].shape) == 2 else None
+
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         dy, w, *more = node.inputs
         dx = node.outputs[0]
@@ -70,7 +79,7 @@ class MulMatBack(Gradient):
         if before is not None and (before.shape != dx.shape or not adds(node, ctx)):
             raise PlanError(f"[{self.name}] {node.name}: {before} cannot be added to {dx} here; give the sum a node of its own")
         if in_planes(w):
-            choice = choose_transposed(w, n, ctx)
+            choice = _choice(node, ctx)
             if choice.shape is not None:
                 return [dataclasses.replace(d, op=self.name) for d in lower_transposed(node.name, dy, w, dx, choice, ctx, before)]
             if low_rank.is_factor(w, n, ctx):
@@ -81,8 +90,7 @@ class MulMatBack(Gradient):
         return lower_product(node, ctx, dy, w, dx, Product(n, w.shape[1], w.shape[0]))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        dy, w = node.inputs[:2]
-        if in_planes(w) and choose_transposed(w, dy.shape[0], ctx).shape is not None:
+        if in_planes(node.inputs[1]) and _choice(node, ctx).shape is not None:
             return F16_TOLERANCE
         return Tolerance(1e-10, 2e-5, "f32 sums of products of values that either side holds exactly, times scales in f32")
 

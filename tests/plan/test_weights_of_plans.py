@@ -1,0 +1,51 @@
+"""Programs use the weights that are loaded: those of the plans of one token and of the smallest prompt (`Engine._tensors`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kernel_paths import planned_for
+
+from vkback.graph import Node, Tensor
+from vkback.models import Model
+from vkback.models.builder import Head
+from vkback.models.synth import SHAPES, write_outline
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.linear_node import weight
+from vkback.ops.op import OPS
+from vkback.plan.exact import exact_context
+from vkback.plan.planner import plan
+from vkback.program import Program
+
+TINY = tuple(name for name in SHAPES if name.startswith("tiny-"))
+PROFILES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv")
+
+
+def weights(model: Model, ctx: LowerContext, n: int, head: Head) -> set[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the weights that a program uses."""
+    tensors = plan(model.graph(n, 64, head=head), ctx).tensors().values()
+    return {(t.name, t.shape) for t in tensors if t.kind == "weight"}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("shape", TINY)
+def test_programs_of_any_size_use_the_weights_that_are_loaded(shape: str, profile: str, exact: bool, tmp_path: Path) -> None:
+    write_outline(f"{shape}-Q8_0", tmp_path / "model.gguf")
+    model, ctx = Model.open(tmp_path / "model.gguf"), planned_for(profile)
+    ctx = exact_context(ctx) if exact else ctx
+    loaded = weights(model, ctx, 1, "last") | weights(model, ctx, 2, "none")
+    for n, head in ((2, "last"), (2, "all"), (8, "none"), (16, "all"), (17, "all"), (64, "last"), (512, "none")):
+        assert weights(model, ctx, n, cast(Head, head)) <= loaded, (n, head)
+
+
+def test_a_weight_that_was_not_loaded_is_named() -> None:
+    w, x, y = weight("blk.0.other.weight", "Q8_0", (32, 64)), Tensor("x", "F32", (1, 64), "input"), Tensor("y", "F32", (1, 32))
+    dispatches = OPS["MUL_MAT"].lower(Node("MUL_MAT", (w, x), (y,)), planned_for("nvidia_h200_linux"))
+    program: Any = SimpleNamespace(_weights={}, _ranges={})
+    (bound,) = (a for a in dispatches[-1].args if a.tensor.kind == "weight")
+    with pytest.raises(PlanError, match=r"blk\.0\.other\.weight Q8_0\[32, 64\]: not among the weights that were loaded; expected a plan"):
+        Program._bind(program, bound)
