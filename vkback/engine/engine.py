@@ -21,12 +21,13 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
+from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.plans import Plans
-from vkback.engine.prompts import TIMED_OUT, Prompts
+from vkback.engine.prompts import Prompts
 from vkback.engine.readback import Readback
 from vkback.engine.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.engine.snapshot import Snapshot
@@ -105,7 +106,7 @@ class Engine:
         self._prompts = Prompts(
             device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers, self._report
         )
-        self._sync_tried = False
+        self._trial = BarrierTrial()
         self._checkpoint: Checkpoint | None = None
         self._kernels = KernelCompiler(device, self.library, self._report)
         self._prompts.attach(n_ctx)
@@ -329,7 +330,7 @@ class Engine:
         loop = loop_kind(sampler, constrained) if sampler else ""
         self._check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
-        try_sync = bool(decode) and room and not self._sync_tried and bool(self._plans.token("logits").barrier_free)
+        try_sync = bool(decode) and room and self._trial.due("logits") and bool(self._plans.token("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
         dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
         with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
@@ -411,7 +412,7 @@ class Engine:
         if self._checkpoint:
             self._checkpoint.close()
         self._plans.n_ctx = n_ctx
-        self._sync_tried = False
+        self._trial.forget()
         self._prompts.attach(n_ctx)
         self._allocate_state()
 
@@ -515,14 +516,15 @@ class Engine:
 
     def _try_sync(self) -> None:
         """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
-        if self._sync_tried or not self._plans.token("logits").barrier_free:
+        if not self._trial.due("logits") or not self._plans.token("logits").barrier_free:
             return
-        self._sync_tried = True
-        found, timed_out = self._decode(0)
-        if not timed_out:
-            want, _ = self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())
-        if timed_out or not np.array_equal(found.view(np.uint32), want.view(np.uint32)):
-            self._use_barriers(TIMED_OUT if timed_out else "logits differ from those with barriers")
+        logits, timed_out = self._decode(0)
+
+        def with_barriers() -> Floats:
+            return self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())[0]
+
+        if why := self._trial.fault("logits", "logits", timed_out=timed_out, found=lambda: logits, with_barriers=with_barriers):
+            self._use_barriers(why)
 
     def _use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Device, OutOfDeviceMemory, Ticket
+from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial, Values
 from vkback.events import Report, Reported, log
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
@@ -51,8 +52,6 @@ LOGITS_BYTES = 64 << 20
 
 LONGEST_SUBMIT_US = 0.5e6
 """Predicted time of one submit, at most. Drivers reset a GPU after 2 to 10 s in one submit."""
-
-TIMED_OUT = "a spin-wait timed out"
 
 
 def with_barriers(ctx: LowerContext, why: str) -> LowerContext:
@@ -141,7 +140,7 @@ class Prompts:
         self._n_vocab = n_vocab
         self._plan, self._bind, self._rescale, self._use_barriers = plan, bind, rescale, use_barriers
         self._report = report
-        self._tried: set[tuple[int, PromptHead]] = set()  # barrier-free programs that gave the same bits as with barriers
+        self._trial = BarrierTrial()
         self._asked = ubatch
         self._most = ubatch or default_ubatch(device.caps)
         self._fitting = sys.maxsize  # tokens of the largest program within the limits of device and submit
@@ -300,16 +299,19 @@ class Prompts:
         program, key = recording.program, (recording.size, head)
         if program.state is None:
             return ""
-        if self._state_memory().map().view(np.uint32)[0]:
-            return TIMED_OUT
-        made = program.last_waited_for
-        if key in self._tried or made is None:
-            return ""
-        self._tried.add(key)
-        found = self.device.download(made, np.uint32)
-        self.device.submit(program.record("prompt, all barriers", barriers=True)).wait()
-        same = np.array_equal(found, self.device.download(made, np.uint32))
-        return "" if same else "a prompt's values differ from those with barriers"
+        timed_out, made = bool(self._state_memory().map().view(np.uint32)[0]), program.last_waited_for
+        if made is None:
+            return TIMED_OUT if timed_out else ""
+        waited_for = made
+
+        def found() -> Values:
+            return self.device.download(waited_for, np.uint32)
+
+        def with_barriers() -> Values:
+            self.device.submit(program.record("prompt, all barriers", barriers=True)).wait()
+            return found()
+
+        return self._trial.fault(key, "a prompt's values", timed_out=timed_out, found=found, with_barriers=with_barriers)
 
     def _next_size(self, left: int, head: PromptHead) -> int:
         """Tokens of the program that `left` tokens begin with. Sizes that the device's limits forbid, or with a kernel that may take longer
@@ -424,7 +426,7 @@ class Prompts:
             program.close()
         self._programs.clear()
         self._recordings.clear()
-        self._tried.clear()
+        self._trial.forget()
 
 
 def _say(why: str, smaller: int) -> None:
