@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from vkback.api import LoadedModel
 from vkback.cli import run as generate
 from vkback.cli import vkbench
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.program import CompileTotals
 
@@ -64,7 +67,9 @@ class FakeEngine:
     device = SimpleNamespace(
         caps=SimpleNamespace(
             name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU"
-        )
+        ),
+        forked=False,
+        require_own_process=lambda: None,
     )
 
     def __init__(self, text: str = "né, " * 50) -> None:
@@ -87,7 +92,10 @@ class FakeEngine:
     def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None:
         assert prompt is not None
 
-    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None) -> None:
+    def close(self) -> None:
+        self.closed = True
+
+    def prepare(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Any = None, constrained: bool = False) -> None:
         self.prepared.append((bool(prompt), logits, sampler is not None))
 
     def reset(self) -> None:
@@ -105,10 +113,13 @@ class FakeEngine:
     def resize(self, n_ctx: int) -> None:
         self.calls.append(("resize", n_ctx))
 
-    def prompt(self, tokens: Sequence[int], *, progress: bool = False) -> None:
+    def prompt(self, tokens: Sequence[int]) -> None:
         self.calls.append(("prompt", len(tokens)))
 
-    def generate(self, first: int, n: int, *, sampler: Any, stop_at_eos: bool) -> Generator[int, None, None]:
+    def generate(
+        self, first: int, n: int, *, sampler: Any, stop_at_eos: bool, on_logits: Any = None, constraint: Any = None
+    ) -> Generator[int, None, None]:
+        self.sampler = sampler
         self.calls.append(("generate", n, stop_at_eos))
         yield from self.text[:n]
 
@@ -121,33 +132,26 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
-    def load(
-        path: Path,
-        device: str | None,
-        *,
-        n_ctx: int | None,
-        act: str = "auto",
-        progress: bool = True,
-        ubatch: int | None = None,
-        cache: tuple[str, str] = ("f16", "f16"),
-        exact: bool = False,
-        lora: Sequence[Any] = (),
-        meanwhile: Callable[[Any], object] | None = None,
-    ) -> FakeEngine:
-        fake.n_ctx = n_ctx or FakeEngine.n_ctx
-        if meanwhile is not None:
-            meanwhile(fake)
-        fake.loaded.append((path.name, device, n_ctx, act, *([] if ubatch is None else [ubatch]), *(["exact"] if exact else [])))
+    def load(path: Path, device: str | None, options: LoadOptions) -> FakeEngine:
+        fake.n_ctx = options.ctx or FakeEngine.n_ctx
+        ubatch, exact = options.ubatch, options.exact
+        fake.loaded.append(
+            (path.name, device, options.ctx, options.act, *([] if ubatch is None else [ubatch]), *(["exact"] if exact else []))
+        )
         fake.ubatch = ubatch or FakeEngine.ubatch
-        fake.lora = tuple(lora)
+        fake.lora = options.lora
         return fake
 
-    for module in (vkbench, generate):
-        monkeypatch.setattr(module, "load_engine", load)
+    def load_model(path: Path, device: str | None, options: LoadOptions, *, meanwhile: Callable[[Any], object]) -> LoadedModel:
+        engine = load(path, device, options)
+        meanwhile(engine)
+        return LoadedModel(cast(Engine, engine))
+
+    monkeypatch.setattr(vkbench, "load_engine", load)
+    monkeypatch.setattr(generate, "load_model", load_model)
     monkeypatch.setattr(vkbench, "measured_read_rate", lambda device: 200.0)
     monkeypatch.setattr(vkbench, "measured_math_rate", lambda device, kernel: {"coop_mat": 0.5, "int_dot": 0.25}[kernel])
-    for target in ("vkback.cli.vkbench_run.make_sampler", "vkback.cli.run.make_sampler"):
-        monkeypatch.setattr(target, lambda **kwargs: kwargs)
+    monkeypatch.setattr("vkback.cli.vkbench_run.make_sampler", lambda **kwargs: kwargs)
     return fake
 
 

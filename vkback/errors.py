@@ -13,6 +13,10 @@ class VkbackError(Exception):
     exit_code: ClassVar[int] = 1
 
 
+class ModelError(VkbackError):
+    """A call that a model cannot carry out: it is closed, in use by another thread, or was given what it cannot act on."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ " Did you mean X?" for a name that is spelled almost as one of those known, whatever the case of letters; else nothing."""
     by_lower = {other.lower(): other for other in known}

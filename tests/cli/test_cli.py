@@ -33,7 +33,7 @@ def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytes
     out, err = capsys.readouterr()
     assert out == "Once" + "né, né, " + "\n"
     assert [text.split()[:3] for text in err.splitlines()] == [["prompt", "4", "tokens"], ["generation", "10", "tokens"]]
-    assert engine.calls == [("prompt", 3), ("generate", 10, True)]
+    assert engine.calls == [("reset",), ("prompt", 3), ("generate", 10, True)]
     assert engine.loaded == [("demo-dense-Q4_K_M.gguf", "0", 64, "auto")]
     assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "1", "-ub", "256") == 0
     assert engine.loaded[-1] == ("demo-dense-Q4_K_M.gguf", None, None, "auto", 256)

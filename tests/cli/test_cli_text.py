@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,12 +16,12 @@ from cli_kit import REPOSITORY, FakeEngine, call
 
 from vkback.api import LoadedModel
 from vkback.cli import chat, main, perplexity
-from vkback.cli import run as generate
 from vkback.cli.interrupts import NotedInterrupts
 from vkback.cli.sampling import logit_bias
 from vkback.cli.shell import UsageError
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.models.adapter import Given
 from vkback.paths import builtin_model
 
@@ -38,8 +39,8 @@ def commands(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[dict[
     """Commands get the model that is loaded; what they asked for."""
     asked: list[dict[str, Any]] = []
 
-    def load_model(path: Path, device: str | None, **options: Any) -> Any:
-        asked.append(options)
+    def load_model(path: Path, device: str | None, options: LoadOptions) -> Any:
+        asked.append(vars(options))
         return nullcontext(loaded)
 
     monkeypatch.setattr(chat, "load_model", load_model)
@@ -173,7 +174,7 @@ def test_perplexity_and_divergence_from_a_base(
     out = capsys.readouterr().out
     want = loaded.perplexity(TEXT.read_text(), chunk=32, n_chunks=2)
     assert f"perplexity {want.value:.4f} +- {want.error:.4f}, 30 tokens scored in 2 chunks of 32" in out
-    assert commands[-1] == {"n_ctx": 32, "act": "f32", "ubatch": None, "cache": ("f16", "f16"), "exact": False, "lora": ()}
+    assert commands[-1] | {"progress": None} == vars(LoadOptions(ctx=32, act="f32"))
     adapter = tmp_path / "a.gguf"
     adapter.touch()
     assert call(monkeypatch, main.main, *options, "--kl-base", base, "--lora", str(adapter), "--lora-scale", "0.5") == 0
@@ -194,14 +195,28 @@ def test_perplexity_and_divergence_from_a_base(
 def test_run_hands_its_options_to_the_sampler_and_stops(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(generate, "make_sampler", lambda **given: asked.append(given))
     options = ("--repeat-penalty", "1.2", "--presence-penalty", "0.5", "--frequency-penalty", "0.25", "--repeat-last-n", "-1")
     assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "50", *options, "-l", "7=-inf", "-l", "3=1.5", "-r", ", né, n") == 0
     assert capsys.readouterr().out == "Once" + "né" + "\n"
-    given = asked[0]
-    assert (given["repeat_penalty"], given["presence_penalty"], given["frequency_penalty"], given["penalty_last_n"]) == (1.2, 0.5, 0.25, -1)
-    assert given["logit_bias"] == ((3, 1.5), (7, float("-inf")))
+    used = engine.sampler
+    assert (used.repeat_penalty, used.presence_penalty, used.frequency_penalty, used.penalty_last_n) == (1.2, 0.5, 0.25, -1)
+    assert used.logit_bias == ((3, 1.5), (7, float("-inf")))
+
+
+@pytest.mark.vulkan
+def test_run_and_python_make_the_same_of_the_same_options(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text, tokens, and why it ended: by a limit, a stop string, the end of the context."""
+    prompt = "Once upon a time there was a king"
+    for stop, n in ((), 24), ((" the",), 100), ((), None):
+        options = ("-c", "128", "--act", "f32", "-s", "7", "--repeat-penalty", "1.1", *(x for s in stop for x in ("-r", s)))
+        count = () if n is None else ("-n", str(n))
+        assert call(monkeypatch, main.main, "run", "--json", "-p", prompt, *options, *count) == 0
+        made = json.loads(capsys.readouterr().out)
+        want = loaded.generate(prompt, max_tokens=n or 128, seed=7, repeat_penalty=1.1, stop=stop)
+        assert (made["text"], tuple(made["tokens"]), made["finish_reason"]) == (want.text, want.tokens, want.finish_reason)
+        assert made["timings"]["decode_tokens"] == len(want.tokens) and made["timings"]["prompt_tokens"] == len(made["prompt_tokens"])
 
 
 def test_a_bias_that_is_none_is_named() -> None:

@@ -21,6 +21,7 @@ from vkback.device import instance as instance_module
 from vkback.device.query import read_physical_device
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler
+from vkback.errors import ModelError
 from vkback.models import GgufError, GgufFile
 from vkback.models.architecture import ARCHITECTURES
 from vkback.ops.lowering import PlanError
@@ -290,7 +291,7 @@ def test_a_token_id_out_of_range(token: int, engine: Engine) -> None:
 
 @pytest.mark.vulkan
 def test_a_context_of_no_rows() -> None:
-    with pytest.raises(EngineError, match=r"^\[engine\] n_ctx is 0, expected at least 1$"):
+    with pytest.raises(ModelError, match=r"^\[model\] ctx is 0 \(int\), expected a whole number, 1 or more, or None$"):
         Engine.load(DENSE, n_ctx=0)
 
 

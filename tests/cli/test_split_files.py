@@ -18,6 +18,7 @@ import vkback
 from vkback.cli.main import main
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import split_name
 from vkback.gguf.fingerprint import fingerprint
@@ -92,7 +93,7 @@ def test_a_file_that_changes_before_the_load_is_named(parts: Callable[[int], lis
     opened = Model.open(files[0])
     os.utime(files[1], ns=(1, 1))
     with pytest.raises(GgufError, match=rf"{files[1].name}: the file has changed since it was opened"):
-        Engine(opened, device, n_ctx=32, act="f32", fusion="all", progress=False, repack="device")
+        Engine(opened, device, LoadOptions(ctx=32, act="f32", repack="device"))
 
 
 def refused(path: Path, message: str) -> None:

@@ -20,11 +20,13 @@ import vkback
 from vkback.api import ChatTemplateError, ModelError
 from vkback.api.chat_template import CHATML, PLAIN, named, render
 from vkback.api.options import CHECKS, GenerateOptions, Options
+from vkback.checks import OptionError
 from vkback.cli import compare as compare_model
 from vkback.cli import plan as plan_command
 from vkback.cli import shell
 from vkback.device import Device
-from vkback.engine.engine import Engine, EngineError
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.snapshot import StateError
 from vkback.engine.stop_strings import StopStrings
 from vkback.ops.lowering import ACTS
@@ -531,14 +533,42 @@ def test_choices_are_those_of_the_command_line() -> None:
             shell.act_of(other)
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"ctx": 0}, r"ctx is 0 \(int\), expected a whole number, 1 or more, or None"),
+        ({"ubatch": "8"}, r"ubatch is '8' \(str\), expected a whole number"),
+        ({"act": "F32"}, r"act is 'F32' \(str\), expected one of auto, f32, q8_1\. Did you mean f32\?"),
+        ({"cache_type_k": 8}, r"cache_type_k is 8 \(int\), expected one of "),
+        ({"exact": "yes"}, r"exact is 'yes' \(str\), expected True or False"),
+        ({"lora": 3}, r"\[lora\] 3: expected an adapter file"),
+        ({"progress": True}, r"progress is True \(bool\), expected a function, or None"),
+    ],
+)
+def test_load_options_are_checked_when_they_are_made(given: dict[str, Any], text: str) -> None:
+    """The same for command line, server, Python and the engine."""
+    with pytest.raises(vkback.VkbackError, match=text) as raised:
+        LoadOptions(**given)
+    if isinstance(raised.value, OptionError):
+        (name,) = given
+        with pytest.raises(shell.UsageError, match=f"^--{name.replace('_', '-')} {given[name]}: expected "):
+            shell.load_options(**given)
+
+
+def test_load_options_are_plain_values() -> None:
+    options = LoadOptions(ctx=np.int64(64), cache_type_v="Q8_0", exact=np.bool_(True))  # type: ignore[arg-type]
+    assert options == LoadOptions(ctx=64, cache_type_v="q8_0", exact=True)
+    assert type(options.ctx) is int and type(options.exact) is bool
+
+
 @pytest.mark.vulkan
 def test_an_engine_takes_no_choice_that_there_is_not(device: Device) -> None:
     for options, text in (
-        ({"act": "f16"}, "act is f16, expected one of auto, f32, q8_1"),
-        ({"fusion": "some"}, "fusion is some, expected one of all, none"),
-        ({"repack": "gpu"}, "repack is gpu, expected one of device, host"),
+        ({"act": "f16"}, r"act is 'f16' \(str\), expected one of auto, f32, q8_1"),
+        ({"fusion": "some"}, r"fusion is 'some' \(str\), expected one of all, none"),
+        ({"repack": "gpu"}, r"repack is 'gpu' \(str\), expected one of device, host"),
     ):
-        with pytest.raises(EngineError, match=text):
+        with pytest.raises(ModelError, match=text):
             Engine.load(builtin_model("demo-dense"), device, **options)  # type: ignore[arg-type]
 
 

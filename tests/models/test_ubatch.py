@@ -20,6 +20,7 @@ from vkback.device import recorder as recorder_module
 from vkback.engine import prompts as prompt_module
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.prompts import Prompts, next_size, program_sizes
+from vkback.errors import ModelError
 from vkback.evaluate.judge import nmse
 from vkback.events import Reported
 from vkback.ops.lowering import PlanError
@@ -435,7 +436,7 @@ def test_programs_share_their_memory(path: Path, device: Device) -> None:
 
 @pytest.mark.vulkan
 def test_errors_name_what_was_asked(path: Path, engine: Engine, device: Device) -> None:
-    with pytest.raises(EngineError, match=r"^\[engine\] ubatch is 0, expected at least 1 \(--ubatch\)$"):
+    with pytest.raises(ModelError, match=r"^\[model\] ubatch is 0 \(int\), expected a whole number, 1 or more, or None$"):
         load(path, device, ubatch=0)
     engine.reset()
     with pytest.raises(EngineError, match="prompt of 601 tokens after 0 does not fit the context of 600; load with a larger n_ctx"):

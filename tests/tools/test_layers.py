@@ -20,6 +20,7 @@ LAYERS = {
     "arrays": 0,
     "constants": 0,
     "terminal": 0,
+    "checks": 1,
     "systems": 0,
     "paths": 1,
     "device": 2,

@@ -1,10 +1,8 @@
 """Errors of the Python interface."""
 
-from vkback.errors import VkbackError
+from vkback.errors import ModelError
 
-
-class ModelError(VkbackError):
-    """A call that a model cannot carry out: it is closed, in use by another thread, or was given what it cannot act on."""
+__all__ = ["ContextLengthError", "ModelError"]
 
 
 class ContextLengthError(ModelError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
-from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
+from vkback.api.chat_template import ChatFormat
 from vkback.api.errors import ModelError, too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
@@ -26,6 +25,7 @@ from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
@@ -34,8 +34,7 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.models.adapter import Given, LoraLike
 from vkback.models.adapter import given as adapters_given
 from vkback.models.naming import model_title
-from vkback.ops.cache import CACHE_WORDS
-from vkback.ops.lowering import ACTS, Act
+from vkback.ops.lowering import Act
 from vkback.report.bars import Bars
 
 if TYPE_CHECKING:
@@ -72,38 +71,30 @@ def load(
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
-    from vkback.api.device import Device as ApiDevice
-
-    path = path_of(model)
-    where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
-    ctx = None if ctx is None else given.whole("ctx", ctx, "a whole number, 1 or more, or None", 1)
-    ubatch = None if ubatch is None else given.whole("ubatch", ubatch, "a whole number, 1 or more, or None", 1)
-    act = given.choice("act", act, ACTS)
-    cache_type_k, cache_type_v = (
-        given.choice(name, type.lower() if isinstance(type, str) else type, CACHE_WORDS)
-        for name, type in (("cache_type_k", cache_type_k), ("cache_type_v", cache_type_v))
-    )
-    exact, report = given.flag("exact", exact), reported(progress)
-    adapters = adapters_given(lora, lora_scale)
-    begun = time.perf_counter()
-    engine = Engine.load(
-        path,
-        where,
-        n_ctx=ctx,
+    options = LoadOptions(
+        ctx=ctx,
         act=act,
-        progress=report or False,
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
-        lora=adapters,
-        meanwhile=_compile_ahead,
+        lora=adapters_given(lora, lora_scale),
+        progress=reported(progress),
     )
-    loaded = LoadedModel(engine, time.perf_counter() - begun)
-    if loaded.template_problem:
-        said = f"[chat] {loaded.name}: its chat template is broken, chat needs another: {loaded.template_problem}; {GIVE_ONE}"
-        warnings.warn(said, ChatTemplateWarning, stacklevel=2)
-    return loaded
+    return open_model(model, device, options)
+
+
+def open_model(
+    model: str | Path, device: Device | str | int | None, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None
+) -> LoadedModel:
+    """As `load`. meanwhile: as of `Engine.open`; by default it compiles what nearly every use needs."""
+    from vkback.api.device import Device as ApiDevice
+
+    path = path_of(model)
+    where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
+    begun = time.perf_counter()
+    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
+    return LoadedModel(engine, time.perf_counter() - begun)
 
 
 def reported(progress: bool | Report, who: str = "model") -> Report | None:

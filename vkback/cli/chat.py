@@ -40,7 +40,9 @@ from vkback.cli.shell import (
     UbatchOption,
     UsageError,
     adapters_of,
+    bars,
     load_model,
+    load_options,
     model_path,
     read_text,
     unicode_text,
@@ -112,9 +114,10 @@ def chat(
     }
     chosen = template_text(template)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
-    with load_model(
-        model_path(model), device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters
-    ) as loaded:
+    how = load_options(
+        ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+    )
+    with load_model(model_path(model), device, how) as loaded:
         interrupts = NotedInterrupts()
         conversation = Conversation(loaded, chosen, system, options, interrupts, seed)
         check_bias(added, loaded.n_vocab)

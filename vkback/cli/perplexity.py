@@ -27,7 +27,9 @@ from vkback.cli.shell import (
     UbatchOption,
     UsageError,
     adapters_of,
+    bars,
     load_model,
+    load_options,
     model_path,
     output_file,
     read_text,
@@ -76,12 +78,14 @@ def perplexity(
     if save_kl_base is not None:
         inputs = (file, path, kl_base, *(each.path for each in adapters))
         output_file(save_kl_base, "--save-kl-base", *(given for given in inputs if given is not None))
+    options = load_options(
+        ctx=chunk, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+    )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
-        cache = cache_type_k, cache_type_v
-        loaded = stack.enter_context(load_model(path, device, n_ctx=chunk, act=act, ubatch=ubatch, cache=cache, exact=exact, lora=adapters))
+        loaded = stack.enter_context(load_model(path, device, options))
         if not isinstance(text, str):
             check_ids(text, loaded.n_vocab)
         ids = loaded.ids(text, start=True)

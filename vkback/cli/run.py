@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,7 +32,6 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     ContextOption,
     DeviceOption,
-    EngineLike,
     ExactOption,
     JsonOption,
     LoraOption,
@@ -45,13 +42,17 @@ from vkback.cli.shell import (
     UsageError,
     adapters_of,
     bars,
-    load_engine,
-    make_sampler,
+    load_model,
+    load_options,
     model_path,
     read_text,
     unicode_text,
 )
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
+
+if TYPE_CHECKING:
+    from vkback.api import GenerateOptions
+    from vkback.engine.engine import Engine
 
 DEFAULT_TOKENS = 128
 
@@ -90,8 +91,6 @@ def generate(
 ) -> None:
     """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
     compile time, and speeds without it. With --json one object with text, tokens and times is all there is."""
-    from vkback.engine.stop_strings import StopStrings
-
     ids: list[int] = []
     if given_ids is None:
         prompt = prompt_text(words or (), given, file)
@@ -100,22 +99,32 @@ def generate(
     else:
         prompt, ids = "", token_ids(given_ids)
     added = logit_bias(bias)
-    sampler = make_sampler(
-        temp=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        repeat_penalty=repeat_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        penalty_last_n=repeat_last_n,
-        logit_bias=added,
+    options: GenerateOptions = {
+        "max_tokens": DEFAULT_TOKENS if n is None else n,
+        "temperature": temp,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or [],
+        "repeat_penalty": repeat_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "penalty_last_n": repeat_last_n,
+        "logit_bias": dict(added),
+    }
+    how = load_options(
+        ctx=ctx,
+        act=act,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        exact=exact,
+        lora=adapters_of(lora, lora_scaled, lora_scale),
+        progress=bars(prompts=True),
     )
-    stops = StopStrings(stop or ())
-    adapters = adapters_of(lora, lora_scaled, lora_scale)
 
-    def while_weights_come(engine: EngineLike) -> None:
+    def while_weights_come(engine: Engine) -> None:
         check_ids(ids, engine.model.hp.n_vocab)
         if given_ids is None:
             ids.extend(engine.tokenizer.encode(prompt))
@@ -128,57 +137,24 @@ def generate(
                 f"-n {n}: a prompt of {len(ids)} tokens leaves room for {room} in the context of {engine.n_ctx}; give a smaller -n, or a "
                 "larger --ctx"
             )
-        engine.compile(prompt=len(ids) - 1, sampler=sampler)
+        from vkback.api.options import Options
 
-    with load_engine(
-        model_path(model),
-        device,
-        n_ctx=ctx,
-        act=act,
-        ubatch=ubatch,
-        cache=(cache_type_k, cache_type_v),
-        exact=exact,
-        lora=adapters,
-        meanwhile=while_weights_come,
-        progress=bars(prompts=True),
-    ) as engine:
-        engine.prepare(prompt=len(ids) - 1, sampler=sampler)
-        ready = engine.compiled
-        start = time.perf_counter()
-        engine.prompt(ids[:-1])
-        prompted = time.perf_counter()
-        pieces: list[str] = []
+        engine.compile(prompt=len(ids) - 1, sampler=Options.of(options, engine.model.hp.n_vocab).sampler)
 
-        def say(text: str) -> None:
-            pieces.append(text)
-            if not as_json:
-                print(text, end="", flush=True)
-
+    with load_model(model_path(model), device, how, meanwhile=while_weights_come) as loaded:
+        engine = loaded.engine
         decoder, only_ids = engine.tokenizer.stream(), not engine.model.has_text
         shown = ",".join(map(str, ids)) if only_ids else prompt or "".join(map(decoder.feed, ids))
-        if not as_json:
-            print(shown, end="", flush=True)
-        ids_made: list[int] = []
-        room = engine.n_ctx - len(ids) + 1
-        limit = min(DEFAULT_TOKENS, room) if n is None else n
-        with contextlib.closing(engine.generate(ids[-1], limit, sampler=sampler, stop_at_eos=True)) as tokens:
-            for token in tokens:
-                ids_made.append(token)
-                if only_ids and not as_json:
-                    print(f",{token}", end="", flush=True)
-                say(stops.feed(decoder.feed(token)))
-                if stops.found:
-                    break
-        say(stops.feed(decoder.flush()) + stops.flush())
-        end = time.perf_counter() - (engine.compiled - ready).seconds  # barrier-free stages that fail are planned and compiled anew
+        with loaded.stream(ids, **options) as stream:
+            for chunk in stream:
+                if not as_json:
+                    print(shown + "".join(f",{token}" for token in chunk.tokens * only_ids) + chunk.text, end="", flush=True)
+                shown = ""
+        result, ready = stream.result, engine.compiled
+    timings = replace(result.timings, compile_s=ready.seconds)
     if as_json:
-        from vkback.api.result import Timings
         from vkback.report.build import build_info
 
-        ends = engine.tokenizer.eos_ids
-        full = limit == room and n is None and limit < DEFAULT_TOKENS
-        reason = "stop" if stops.found else "eos" if ids_made and ids_made[-1] in ends else "context" if full else "length"
-        timings = Timings(ready.seconds, 0, len(ids), prompted - start, len(ids_made), end - prompted)
         rates = {"prompt_tokens_per_s": timings.prompt_tokens_per_s, "decode_tokens_per_s": timings.decode_tokens_per_s}
         commit, number = build_info()
         print(
@@ -191,25 +167,25 @@ def generate(
                     "seed": seed,
                     "prompt": prompt if given_ids is None else None,
                     "prompt_tokens": ids,
-                    "text": "".join(pieces),
-                    "tokens": ids_made,
-                    "finish_reason": reason,
-                    "stopped": stops.found,
-                    "compile_s": ready.seconds,
-                    "prompt_s": prompted - start,
-                    "generation_s": end - prompted,
+                    "text": result.text,
+                    "tokens": result.tokens,
+                    "finish_reason": result.finish_reason,
+                    "stopped": result.finish_reason == "stop",
+                    "compile_s": timings.compile_s,
+                    "prompt_s": timings.prompt_s,
+                    "generation_s": timings.decode_s,
                     "timings": {**asdict(timings), **rates},
                 },
                 indent=1,
             )
         )
         return
-    print()
+    print(shown)
     if ready.kernels:
         print(ready, file=sys.stderr)
-    print(f"prompt     {speed(len(ids), prompted - start, len(ids) - 1)}", file=sys.stderr)
-    print(f"generation {speed(len(ids_made), end - prompted)}", file=sys.stderr)
-    if "tokenizer.chat_template" in engine.model.file.metadata and sys.stderr.isatty():
+    print(f"prompt     {speed(len(ids), timings.prompt_s, len(ids) - 1)}", file=sys.stderr)
+    print(f"generation {speed(timings.decode_tokens, timings.decode_s)}", file=sys.stderr)
+    if loaded.template is not None and sys.stderr.isatty():
         print("vkback: this model was trained on conversations; vkback chat talks to it by its template", file=sys.stderr)
 
 

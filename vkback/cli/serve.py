@@ -26,7 +26,9 @@ from vkback.cli.shell import (
     UbatchOption,
     UsageError,
     adapters_of,
+    bars,
     load_model,
+    load_options,
     model_path,
 )
 from vkback.terminal import colours_wanted
@@ -85,8 +87,11 @@ def serve(
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     log_to_stderr()
+    how = load_options(
+        ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+    )
     worker = Worker(
-        lambda: load_model(path, device, n_ctx=ctx, act=act, ubatch=ubatch, cache=(cache_type_k, cache_type_v), exact=exact, lora=adapters),
+        lambda: load_model(path, device, how),
         max_queue=max_queue, reuse=reuse, alias=alias,
     )  # fmt: skip
     try:

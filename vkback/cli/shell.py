@@ -8,7 +8,6 @@ import gc
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import TextIOWrapper, UnsupportedOperation
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from vkback.api import LoadedModel
+    from vkback.engine.engine import Engine
+    from vkback.engine.load_options import LoadOptions
     from vkback.events import Report
     from vkback.models.adapter import Given
     from vkback.models.registry import Model
@@ -462,14 +463,6 @@ def act_of(value: str) -> Act:
     return cast("Act", one_of(value, ACTS, "--act"))
 
 
-def cache_types_of(given: tuple[str, str]) -> tuple[str, str]:
-    """What keys and values are kept as, as the user named it."""
-    from vkback.ops.cache import CACHE_WORDS
-
-    k, v = given
-    return one_of(k.lower(), CACHE_WORDS, "--cache-type-k"), one_of(v.lower(), CACHE_WORDS, "--cache-type-v")
-
-
 def sync_of(value: str) -> Sync:
     """What orders the stages of a token, as the user named it."""
     return cast("Sync", one_of(value, ("barrier", "sentinel"), "--sync"))
@@ -511,38 +504,22 @@ def bars(wanted: bool = True, *, prompts: bool = False) -> Report | None:
     return Bars(prompts=prompts) if wanted else None
 
 
-def load_engine(
-    path: Path,
-    device: str | None,
-    *,
-    n_ctx: int | None,
-    act: str = "auto",
-    progress: Report | None = None,
-    ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"),
-    exact: bool = False,
-    lora: Sequence[Given] = (),
-    meanwhile: Callable[[EngineLike], object] | None = None,
-) -> AbstractContextManager[EngineLike]:
-    """Open a model on a device; see `Engine.load`. cache: types of K's and V's; lora: adapter files."""
+def load_options(**given: Any) -> LoadOptions:
+    """How a model is loaded, as the user named it. given: fields of LoadOptions. Raises UsageError."""
+    from vkback.checks import OptionError
+    from vkback.engine.load_options import LoadOptions
+
+    try:
+        return LoadOptions(**given)
+    except OptionError as e:
+        raise UsageError(f"--{e.name.replace('_', '-')} {e.value}: expected {e.expected}") from e
+
+
+def load_engine(path: Path, device: str | None, options: LoadOptions) -> AbstractContextManager[EngineLike]:
+    """Open a model on a device, for tokens rather than text."""
     from vkback.engine.engine import Engine
 
-    k, v = cache_types_of(cache)
-    return _loaded(
-        Engine.load(
-            path,
-            device,
-            n_ctx=n_ctx,
-            act=act_of(act),
-            progress=progress or False,
-            ubatch=ubatch,
-            cache_type_k=k,
-            cache_type_v=v,
-            exact=exact,
-            lora=lora,
-            meanwhile=meanwhile,
-        )
-    )
+    return _loaded(Engine.open(path, device, options))
 
 
 def measured_read_rate(device: Any) -> float:
@@ -568,34 +545,8 @@ def make_sampler(*, temp: float = 0.0, top_k: int = 0, top_p: float = 1.0, min_p
     return Sampler(temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, **params)
 
 
-def load_model(
-    path: Path,
-    device: str | None,
-    *,
-    n_ctx: int | None,
-    act: str = "auto",
-    ubatch: int | None = None,
-    cache: tuple[str, str] = ("f16", "f16"),
-    exact: bool = False,
-    lora: Sequence[Given] = (),
-) -> LoadedModel:
-    """Open a model on a device, for text rather than tokens. lora: adapter files."""
-    from vkback.api import load
-    from vkback.api.chat_template import ChatTemplateWarning
+def load_model(path: Path, device: str | None, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None) -> LoadedModel:
+    """Open a model on a device, for text. meanwhile: as of `Engine.open`."""
+    from vkback.api.model import open_model
 
-    warnings.simplefilter("ignore", ChatTemplateWarning)  # commands that need the template tell it themselves
-    k, v = cache_types_of(cache)
-    return _loaded(
-        load(
-            path,
-            device,
-            n_ctx,
-            act=act_of(act),
-            ubatch=ubatch,
-            cache_type_k=k,
-            cache_type_v=v,
-            exact=exact,
-            lora=lora,
-            progress=bars() or False,
-        )
-    )
+    return _loaded(open_model(path, device, options, meanwhile=meanwhile))

@@ -27,8 +27,8 @@ from vkback.cli.shell import (
     act_of,
     add_command,
     bars,
-    cache_types_of,
     load_engine,
+    load_options,
     measured_math_rate,
     measured_read_rate,
     model_path,
@@ -153,7 +153,9 @@ def bench(
     files = [model_path(m) for m in models] if models else paths.builtin_models()
     acts = [act_of(a) for a in act.split(",")]
     ubatches: list[int] | list[None] = parse_values(ubatch, "-ub") if ubatch else [None]
-    caches = [cache_types_of((k.strip(), v.strip())) for k in cache_type_k.split(",") for v in cache_type_v.split(",")]
+    pairs_of_types = product(cache_type_k.split(","), cache_type_v.split(","))
+    checked = [load_options(cache_type_k=k.strip(), cache_type_v=v.strip()) for k, v in pairs_of_types]
+    caches = [(each.cache_type_k, each.cache_type_v) for each in checked]
     feed = "random" if to_host else feed
     settings = Settings(
         repetitions=repetitions,
@@ -210,9 +212,9 @@ def _measure_all(
     try:
         for path, (act, ubatch, cache) in product(files, variants):
             progress = bars(settings.progress or sys.stderr.isatty())
-            with load_engine(
-                path, settings.device, n_ctx=n_ctx, act=act, progress=progress, ubatch=ubatch, cache=cache, exact=settings.exact
-            ) as engine:
+            k, v = cache
+            how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
+            with load_engine(path, settings.device, how) as engine:
                 if not head:
                     line = engine.device.caps.summary_line()
                     for writer in shown:

@@ -26,13 +26,14 @@ from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.kernels import KernelCompiler
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import Prompts
 from vkback.engine.readback import Readback
 from vkback.engine.sampler import RING, Sampler, loop_kind, loop_state
 from vkback.engine.snapshot import Snapshot
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
-from vkback.engine.weights import REPACKS, LoadedWeights, Repack, WeightLoad
+from vkback.engine.weights import LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
 from vkback.events import Report, Reported, log, progress_log
 from vkback.gguf.tokenizer import Tokenizer
@@ -41,14 +42,13 @@ from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.cache_range import overflow_message
 from vkback.models.registry import Model
-from vkback.ops.cache import CACHE_TYPES, QUANTIZED
+from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import F16RangeError
-from vkback.ops.lowering import ACTS, Act, LowerContext
+from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
-from vkback.plan.passes.fuse import FUSIONS
 from vkback.plan.schedule import Schedule
 from vkback.program import CompileTotals, Program
 from vkback.program.fragments import fragments_hold, row_lanes_found
@@ -68,23 +68,15 @@ class EngineError(VkbackError):
 class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
-    def __init__(
-        self,
-        model: Model,
-        device: Device,
-        *,
-        n_ctx: int,
-        act: Act,
-        fusion: str,
-        progress: Report | Literal[False] = False,
-        ubatch: int | None = None,
-        cache: CacheTypes = F16_CACHE,
-        exact: bool = False,
-        meanwhile: Callable[[Engine], object] | None = None,
-        repack: Repack | None = None,
-    ) -> None:
+    def __init__(self, model: Model, device: Device, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None) -> None:
+        """Use `load`. meanwhile: as there."""
         self.model = model
-        self.cache_types = cache
+        self.cache_types = cache = cache_types(model, options)
+        n_ctx = options.ctx or model.default_n_ctx
+        if n_ctx > model.hp.n_ctx_train:
+            log.warning(
+                "a context of %d tokens, but the model was trained on %d: expect nothing of text beyond", n_ctx, model.hp.n_ctx_train
+            )
         self.device = device
         self.n_past = 0
         self._fed: list[int] = []  # tokens so far
@@ -93,18 +85,25 @@ class Engine:
         ctx = LowerContext(
             device.caps,
             Tuning.for_device(device.caps),
-            act,
+            options.act,
             fragments=fragments_hold(device, self.library),
             row_lanes=row_lanes_found(device, self.library),
         )
-        self.fusion = fusion
-        self._plans = Plans(model, exact_context(ctx) if exact else ctx, n_ctx, fusion=fusion, cache=cache)
+        self.fusion = options.fusion
+        self._plans = Plans(model, exact_context(ctx) if options.exact else ctx, n_ctx, fusion=options.fusion, cache=cache)
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
-        self._report = progress or None
+        self._report = options.progress
         self._prompts = Prompts(
-            device, model.hp.n_vocab, ubatch, self._plans.prompt, self._bind, self._rescale, self._plans.use_prompt_barriers, self._report
+            device,
+            model.hp.n_vocab,
+            options.ubatch,
+            self._plans.prompt,
+            self._bind,
+            self._rescale,
+            self._plans.use_prompt_barriers,
+            self._report,
         )
         self._trial = BarrierTrial()
         self._checkpoint: Checkpoint | None = None
@@ -116,7 +115,7 @@ class Engine:
             # The cache before the weights: a context that does not fit is to be said before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
-            loaded = self._load(weights, meanwhile, repack)
+            loaded = self._load(weights, meanwhile, options.repack)
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
                 self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
@@ -143,33 +142,45 @@ class Engine:
         meanwhile: Callable[[Engine], object] | None = None,
         repack: Repack | None = None,
     ) -> Engine:
+        """Open a GGUF file and bring it to a device: `open` with the LoadOptions of these keywords.
+
+        n_ctx       their ctx
+        lora        adapter files, each alone or as (file, scale); lora_scale multiplies all, or has one for each
+        """
+        options = LoadOptions(
+            ctx=n_ctx,
+            act=act,
+            ubatch=ubatch,
+            cache_type_k=cache_type_k,
+            cache_type_v=cache_type_v,
+            exact=exact,
+            lora=given(lora, lora_scale),
+            fusion=fusion,
+            repack=repack,
+            progress=progress or None,
+        )
+        return cls.open(path, device, options, meanwhile=meanwhile)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        device: Device | str | int | None,
+        options: LoadOptions,
+        *,
+        meanwhile: Callable[[Engine], object] | None = None,
+    ) -> Engine:
         """Open a GGUF file and bring it to a device.
 
-        device  an open device, or what `Device.open` takes
-        n_ctx   rows of the KV cache; default: the trained context, at most 4096
-        act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
-        ubatch  tokens of a prompt that go through the weights at once, at most; default: 512, on CPU drivers 64
-        cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
-        exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
-        lora    adapter files (vkback/models/adapter.py), each alone or as (file, scale); lora_scale multiplies all, or has one for each
-        progress   called with how far loads, compiles and prompts are (vkback/events.py), from any thread
+        device     an open device, or what `Device.open` takes
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
-        repack  who brings weights into the device's layout, "device" or "host"; by default what is faster (vkback/engine/weights.py)
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
-        for name, value, known in (("act", act, ACTS), ("fusion", fusion, FUSIONS), ("repack", repack, (None, *REPACKS))):
-            if value not in known:
-                raise EngineError(f"[engine] {name} is {value}, expected one of {', '.join(k for k in known if k)}")
-        if n_ctx is not None and n_ctx < 1:
-            raise EngineError(f"[engine] n_ctx is {n_ctx}, expected at least 1")
-        if ubatch is not None and ubatch < 1:
-            raise EngineError(f"[engine] ubatch is {ubatch}, expected at least 1 (--ubatch)")
-        files = given(lora, lora_scale)
         with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
             opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
             try:
-                model = with_adapters(Model.open(path), files) if files else Model.open(path)
-                cache = cache_types(model, cache_type_k, cache_type_v)
+                model = with_adapters(Model.open(path), options.lora) if options.lora else Model.open(path)
+                cache_types(model, options)
             except BaseException:
                 if opening is not None and not opening.exception():
                     opening.result().close()
@@ -177,25 +188,8 @@ class Engine:
             opened = opening.result() if opening is not None else cast(Device, device)
         if unused := model.architecture.unused_keys:
             log.warning("%s: metadata without a part in the text is not used: %s", model.file.path, ", ".join(unused))
-        rows = n_ctx or model.default_n_ctx
-        if rows > model.hp.n_ctx_train:
-            log.warning(
-                "a context of %d tokens, but the model was trained on %d: expect nothing of text beyond", rows, model.hp.n_ctx_train
-            )
         try:
-            engine = cls(
-                model,
-                opened,
-                n_ctx=rows,
-                act=act,
-                fusion=fusion,
-                progress=progress,
-                ubatch=ubatch,
-                cache=cache,
-                exact=exact,
-                meanwhile=meanwhile,
-                repack=repack,
-            )
+            engine = cls(model, opened, options, meanwhile=meanwhile)
         except BaseException:
             if opened is not device:
                 opened.close()
@@ -651,12 +645,9 @@ class Engine:
         )
 
 
-def cache_types(model: Model, k: str, v: str) -> CacheTypes:
-    """What --cache-type-k and --cache-type-v say. Raises EngineError for a type that there is not, or that the model cannot have."""
-    types = CacheTypes(k.upper(), v.upper())
-    for option, type in (("k", types.k), ("v", types.v)):
-        if type not in CACHE_TYPES:
-            raise EngineError(f"[engine] cache_type_{option} is {type.lower()}, expected {', '.join(t.lower() for t in CACHE_TYPES)}")
+def cache_types(model: Model, options: LoadOptions) -> CacheTypes:
+    """What keys and values are kept as. Raises EngineError for a type that the model cannot have."""
+    types = CacheTypes(options.cache_type_k.upper(), options.cache_type_v.upper())
     if types == F16_CACHE:
         return types
     for node in model.graph(1, 1, head="none").nodes:
