@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=12, help="tokens of the prompt")
     parser.add_argument("--ctx", type=int, default=None)
-    parser.add_argument("--repack", choices=("device", "host"), help="who repacks, default: who is faster")
+    parser.add_argument("--repack", choices=("device", "host"), help="which of them repacks, default: the faster one")
     parser.add_argument("--save", type=Path, help="write what was measured as JSON")
     parser.add_argument("--begun", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -13,7 +13,7 @@
 float addend[COLS];
 
 #ifdef BIND_BIAS
-// Bias of one row of this slot's matrix; with EXPERTS_SUMMED, the weighted sum of its experts' biases.
+// Bias of one row of this row group's matrix; with EXPERTS_SUMMED, the weighted sum of its experts' biases.
 float bias_of(uint row) {
 #if EXPERTS == EXPERTS_SUMMED
     float sum = 0.0;
@@ -46,7 +46,7 @@ void fetch_addend() {
     }
 }
 
-// This lane's output row within its slot; ROWS for a lane that has none.
+// This lane's output row within its row group; ROWS for a lane that has none.
 uint output_row() {
 #if PARTIALS > 1
     return lane < (ROWS >> GLU) ? lane : ROWS;

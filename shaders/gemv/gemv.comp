@@ -6,10 +6,10 @@
 //
 // How the work is divided:
 //   unit       32 consecutive weights of a row; a row has K_UNITS of them
-//   slot       LANES neighbouring threads that share ROWS rows (register blocking: x is read once for all of them)
-//   chunk      the LANES * UNROLL units of a row that a slot reads in one step, UNROLL per lane
+//   row group  LANES neighbouring threads that share ROWS rows (register blocking: x is read once for all of them)
+//   chunk      the LANES * UNROLL units of a row that a row group reads in one step, UNROLL per lane
 //   tile       the SLOTS * ROWS rows of a workgroup of WG threads
-// Each lane walks its rows chunk by chunk and keeps ROWS * COLS partial sums in registers. At the end the sums of a slot's lanes are added in
+// Each lane walks its rows chunk by chunk and keeps ROWS * COLS partial sums in registers. At the end the sums of a row group's lanes are added in
 // a fixed order, and the epilogue (gemv/epilogue.glsl) finishes and stores the rows. With LOOP_TILES 0 a workgroup computes one tile. With
 // LOOP_TILES 1 it loops over tiles with the stride of the grid, so that one prologue serves them all.
 //
@@ -27,7 +27,7 @@
 //                  EXPERTS_EACH: one row of y per token and chosen expert; gl_WorkGroupID.z = token * N_USED + slot
 //                  EXPERTS_SUMMED: z = token; the rows of its N_USED experts are walked as one long row, each scaled by its expert's weight
 //                  EXPERTS_HEADS: z = token * N_USED + head;
-//                  matrix `head` times this head's part of x (X_UNITS / N_USED units) makes this head's part of y
+//                  matrix `head` times this head's slice of x (X_UNITS / N_USED units) makes this head's slice of y
 //   GLU            1: rows 2i and 2i + 1 of W are gate and up of output row i, y = silu(gate) * up;
 //                  with GLU_ALPHA and GLU_LIMIT the clamped form SWIGLU_OAI
 //   GELU           1: with GLU, gelu (tanh form) instead of silu; without GLU, y = gelu(row sum + bias)
@@ -92,7 +92,7 @@ layout(local_size_x = WG) in;
 #if EXPERTS == EXPERTS_HEADS
 #define X_HEAD_UNITS (X_UNITS / N_USED)
 #define Y_OFFSET (p.y_offset + expert_row)
-uint x_unit0;     // first unit of this head's part of x
+uint x_unit0;     // first unit of this head's slice of x
 #else
 #define X_UNITS K_UNITS
 #define Y_OFFSET p.y_offset
@@ -238,7 +238,7 @@ ActRaw own_x[UNROLL];
 shared uint summed_row[N_USED];
 shared float summed_weight[N_USED];
 #endif
-uint first_row;   // first row of this slot's part of the tile, within its matrix
+uint first_row;   // first row of this row group's share of the tile, within its matrix
 uint expert_row;  // row of W where this matrix begins (not with EXPERTS_SUMMED)
 uint x_row;
 uint y_row;
@@ -343,7 +343,7 @@ void walk(inout UnitRaw raw[UNROLL][ROWS], bool has_next, uint next_row) {
 #endif
 }
 
-float total[COLS];  // this subgroup's part of the sum of row `lane % ROWS`
+float total[COLS];  // this subgroup's share of the sum of row `lane % ROWS`
 #if PARTIALS > 1
 shared float partial[1 + LOOP_TILES][COLS * ROWS * SLOTS * PARTIALS];
 #endif
@@ -354,7 +354,7 @@ shared float partial[1 + LOOP_TILES][COLS * ROWS * SLOTS * PARTIALS];
 #include "common/lane_sums.glsl"
 #endif
 
-// Adds the partial sums of a slot's lanes: by shuffles within a subgroup, through shared memory across subgroups. `buf` alternates from tile
+// Adds the partial sums of a row group's lanes: by shuffles within a subgroup, through shared memory across subgroups. `buf` alternates from tile
 // to tile (double buffering), so one barrier per tile is enough. The order of additions does not depend on COLS: a token's bits stay the same.
 void reduce(uint tid, uint buf) {
 #if SUBGROUP > 1
@@ -380,7 +380,7 @@ void reduce(uint tid, uint buf) {
 }
 
 #if PARTIALS > 1
-// Sum of row `r` of this thread's slot.
+// Sum of row `r` of this thread's row group.
 float row_total(uint tid, uint buf, uint r, uint c) {
     float sum = 0.0;
     const uint base = ((c * ROWS + r) * SLOTS + tid / LANES) * PARTIALS;

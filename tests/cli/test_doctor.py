@@ -77,7 +77,7 @@ def test_a_shape_that_is_wrong_is_named(device: Device, broken: Break, ctx: Lowe
     library = broken("gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return total[c] * (ROWS > 1 ? 1.5 : 1.0) + addend[c];")
     found, _ = diagnose(device, library, ctx)
     assert len(found.failures) == 3
-    assert found.cures[0].name == "one row a slot"
+    assert found.cures[0].name == "one row a row group"
     assert "a row [[gemv]] with set = { rows = 1 } in the device's own tuning table" in found.verdict
 
 

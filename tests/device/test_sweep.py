@@ -322,7 +322,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, libr
 
 @pytest.fixture
 def broken(tmp_path: Path) -> ShaderLibrary:
-    """Shaders whose sums of more than one row a slot are a little off."""
+    """Shaders whose sums of more than one row a row group are a little off."""
     root = tmp_path / "shaders"
     shutil.copytree(shader_root(), root)
     file = root / "gemv" / "epilogue.glsl"

@@ -130,7 +130,7 @@ def test_a_layer_of_experts_of_a_prompt(large: Callable[[str], Model]) -> None:
 
 
 def test_who_packs_is_up_to_the_tables(large: Callable[[str], Model]) -> None:
-    """Each step takes dispatches out of a layer; what packs x of gate and up serves both, whoever makes it."""
+    """Each step takes dispatches out of a layer; what packs x of gate and up serves both, whichever kernel makes it."""
     ways = (("stage", "stage"), ("gemm", "stage"), ("producer", "stage"), ("producer", "prologue"))
     for name, stages in ((DENSE, (15, 14, 13, 11)), (EXPERTS, (20, 19, 18, 16))):
         for (pack, norm), expected in zip(ways, stages, strict=True):

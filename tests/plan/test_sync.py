@@ -95,9 +95,9 @@ def test_long_prompts_and_single_ops_keep_their_barriers(name: str, models: Call
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
 def test_all_stages_of_a_few_tokens_are_barrier_free_but_the_ends(n: int, models: Callable[[str], Model]) -> None:
-    """As the tables have it: two stages, then five a layer and the head. Products wait for the arrivals of who stores their activations,
-    attention for those of the products of Q with K and of V together, which store the rows of its caches; or, where RoPE and store are a
-    stage, for those of that, which spins on the words of Q, K and V."""
+    """As the tables have it: two stages, then five a layer and the head. Products wait for the arrivals of the stage that stores their
+    activations, attention for those of the products of Q with K and of V together, which store the rows of its caches; or, where RoPE and
+    store are a stage, for those of that, which spins on the words of Q, K and V."""
     model, tables = models("llama-8b-Q4_K_S:4"), planned_for("nvidia_h200_linux")
     for ctx, stages in ((tables, 5), (with_params(tables, rope="stage"), 6)):
         s = plan(model.graph(n, 4096, head="all"), ctx)

@@ -43,6 +43,8 @@ OLD_NAMES = {
     r"\bcopies[./]boxes\b|\bBoxed\b|\bboxed_|\bbox_copy\b|(?i:\bboxes of (values|f32|floats))": "strided copies",
     r"(?i)\bthe peer\b|\bpeer's\b|\bpeer_(cases?|lines|nmse|cpu|gpt_oss|rows|weights|spec)\b|\bbench_peer\b": "ggml, llama.cpp",
     r"(?<![\"\w])jobs?(?![\"\w])|\b(Gemm|Prompt|Attention)?Jobs?\b|\b\w+_jobs?\b|\bjobs?_\w+": "problem, task, request",
+    r"(?i)\brows? (of )?(a|one|its|each) slot\b|\bthread's slot\b|\bslot's (lanes|rows)\b": "row group",
+    r"\bwho (rotates|rounds|packs|repacks|chooses the|overrides)\b|\bwhoever (makes|waits|reads)": "which kernel",
     r"(?i)\btok(ens?)?/s\b(?! total=)": "t/s, as in the tables (`[metrics] tok/s total=` is the form of a profile's log)",
 }
 """Regular expressions, each with what to write instead."""
@@ -125,6 +127,9 @@ def test_old_names_are_found_nowhere() -> None:
         "its jobs are",
         "prompt_job(x)",
         "PromptJob",
+        "two rows a slot",
+        "who packs activations",
+        "whoever makes it",
     ],
 )
 def test_each_old_name_is_seen(line: str) -> None:
@@ -142,6 +147,7 @@ def test_each_old_name_is_seen(line: str) -> None:
         "by way of subnormal f16, either way, on the way",
         'set = { way = "plain" }, point.way, --way, math_way',
         "the bytes lie end to end; it lies in [0, 1)",
+        "a row a chosen slot of experts; who speaks",
         "falls further; further inputs",
         '"jobs": part.noun, --peer FOLDER, "peer_line": 1',
     ],

@@ -87,7 +87,7 @@ def shortened(text: str, width: int) -> str:
 
 class StatusLine:
     """One line on stderr that says how far a long work is, rewritten in place and gone at the end; nothing where stderr is no terminal.
-    Whoever prints below it clears it first."""
+    Code that prints below it clears it first."""
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._on = wanted and redraws(sys.stderr)

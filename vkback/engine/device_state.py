@@ -23,7 +23,7 @@ DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 class DeviceState:
     """Memory for state tensors. Those named by `caches` are [n_head_kv, n_ctx, head_dim] and hold a row for each token, the others
-    (recurrent states) hold all tokens so far. As arrays they are what a Snapshot has. Whoever makes one destroys its `arena`."""
+    (recurrent states) hold all tokens so far. As arrays they are what a Snapshot has. The caller destroys its `arena`."""
 
     def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str]) -> None:
         found = list(tensors)

@@ -74,7 +74,7 @@ SWITCHES: tuple[Switch, ...] = (
     Switch("lanes strided", held(lane_order="strided"), table_row('lane_order = "strided"')),
     Switch("one unit at a time", held(unroll=1), table_row("unroll = 1")),
     Switch("one tile a workgroup", held_in("gemv", groups="per_tile"), table_row('groups = "per_tile"')),
-    Switch("one row a slot", held(rows=1), table_row("rows = 1")),
+    Switch("one row a row group", held(rows=1), table_row("rows = 1")),
     Switch("fusion off", None, "Engine.load(..., fusion='none')"),
     Switch("integer dot off", without(int_dot=False, int_dot_accelerated=False), "--act f32"),
     Switch("16-bit floats off", without(fp16=False), "none: report it"),

@@ -1,4 +1,4 @@
-"""Lists of nodes: who makes and who reads each tensor, and what a pass rewrites them with.
+"""Lists of nodes: which nodes write and read each tensor, and what a pass rewrites them with.
 
 A pass is a function from nodes to nodes. Tensors are matched by name; a fused node stands where the last node it replaces stood.
 """

@@ -147,7 +147,7 @@ class Kernels:
                 try:
                     for _ in self._start([key]):
                         pass
-                except Exception as e:  # whoever waits for the kernel gets it
+                except Exception as e:  # the thread that waits for the kernel gets it
                     self._found[key].set_exception(e)
 
     def _start(self, keys: Sequence[KernelKey]) -> Iterator[KernelKey]:
@@ -175,7 +175,7 @@ class Kernels:
 
 
 def _deliver(target: Future[Kernel], made: Future[Kernel]) -> None:
-    """What became of a pipeline, to whoever waits for it; one that was never begun is left."""
+    """What became of a pipeline, to the thread that waits for it; one that was never begun is left."""
     if made.cancelled():
         return
     if fault := made.exception():

@@ -148,7 +148,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 def stop_programs() -> None:
-    """End every glslc that runs: who waits for its shaders gets CompileError."""
+    """End every glslc that runs: threads that wait for its shaders get CompileError."""
     for program in tuple(_running):
         program.terminate()
 

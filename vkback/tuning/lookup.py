@@ -89,7 +89,7 @@ class Overrides:
 
     params  by family; the families' other parameters stay as the tables have them
     match   only for queries that hold these values
-    source  who overrides, in the words of a choice's reason
+    source  what overrides, in the words of a choice's reason
     Raises TuningError for a family, a key or a value that no table could have: it would change nothing, or act as another value.
     """
 

@@ -2,8 +2,8 @@
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
-                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: GemmShape of who reads it
-                    in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
+                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: GemmShape of the product that
+                    reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
                     values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
                     last rot values of each head of Q: of q count the first hd - rot values of a row
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]

@@ -1,7 +1,8 @@
 """The kernel of a product of a stored weight: which one the tables, the device and the product lead to, as one value.
 
-`choose` asks the tables, once for each product of a plan (vkback/plan/passes/choose.py): the value stays on the node. Whoever wants to know
-what kernel it is, what that kernel can store or rounds, reads it there: fusion, packing, lowering, tolerances, the comparison of nodes.
+`choose` asks the tables, once for each product of a plan (vkback/plan/passes/choose.py): the value stays on the node. Code that needs to
+know what kernel it is, what that kernel can store or rounds, reads it there: fusion, packing, lowering, tolerances, the comparison of
+nodes.
 """
 
 from __future__ import annotations

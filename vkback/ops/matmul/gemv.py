@@ -1,6 +1,6 @@
 """The kernel that a GEMV gets: what the tuning tables say, within the limits of the device and the needs of the node.
 
-`configure` makes a `GemvConfig`, a typed value in the words of the tables. Whoever wants to know what was chosen reads it: `explain`, the
+`configure` makes a `GemvConfig`, a typed value in the words of the tables. Code that needs to know what was chosen reads it: `explain`, the
 sweep, the launch. The defines of shaders/gemv are made from it, last of all, by `shader_defines`.
 """
 
@@ -60,7 +60,7 @@ EXACT_SUMS = 64
 """Sums of a lane at most in batch-invariant plans, whose rows are those of one token's kernel: more tokens spill registers."""
 
 MAX_ROWS = 16
-"""Rows of a slot at most: each keeps its sums and its loads in registers."""
+"""Rows of a row group at most: each keeps its sums and its loads in registers."""
 
 PER_TILE: Literal["per_tile"] = "per_tile"
 """`groups`: a workgroup for each tile."""
@@ -94,8 +94,8 @@ declare(
     },
     params={
         "wg": (1, 2, 4, 8, 16, 32, 64, 128, 160, 256, 320, 384, 512, 640, 768, 1024),  # threads of a workgroup
-        "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),  # threads of a slot, which walk its rows together
-        "rows": (1, 2, 4, 8, 16, 32),  # weight rows of a slot (register blocking)
+        "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),  # threads of a row group, which walk its rows together
+        "rows": (1, 2, 4, 8, 16, 32),  # weight rows of a row group (register blocking)
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),  # units of a row that a lane takes at once
         "prefetch": get_args(Prefetch),
         "scales": get_args(Scales),
@@ -184,7 +184,7 @@ class GemvConfig:
 
     @property
     def walk_units(self) -> int:
-        """Units that a slot walks for one output row."""
+        """Units that a row group walks for one output row."""
         return self.k_units * (self.n_used if self.experts == "summed" else 1)
 
     @property
@@ -199,7 +199,7 @@ class GemvConfig:
 
     @property
     def several_chunks(self) -> bool:
-        """Whether a slot walks its rows in more than one step."""
+        """Whether a row group walks its rows in more than one step."""
         return self.lanes * self.unroll < self.walk_units
 
     @property
@@ -228,7 +228,7 @@ def subgroup_for(ctx: LowerContext, wanted: int | str = DEFAULT_SUBGROUP) -> tup
 def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, reduces: bool, ctx: LowerContext) -> tuple[int, int, int]:
     """(wg, lanes, rows): the tables' shape, adjusted to what this node and device need.
 
-    Lanes beyond the `units` of a row would have nothing to do. A lane finishes at most one row of its slot, GLU has row pairs, a Q8_1
+    Lanes beyond the `units` of a row would have nothing to do. A lane finishes at most one row of its row group, GLU has row pairs, a Q8_1
     output whole units. A workgroup that `reduces` (shaders/common/reduce.glsl) has a power of two of threads. The nearest shape wins: more
     rows, then fewer lanes, then more threads. Raises PlanError when none fits.
     """

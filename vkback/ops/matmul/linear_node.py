@@ -150,7 +150,7 @@ class LinearNode:
 
     @property
     def walk_units(self) -> int:
-        """Units of 32 weights that a slot walks for one output row."""
+        """Units of 32 weights that a row group walks for one output row."""
         return ceil_div(self.k, 32) * (self.n_used if self.experts == "summed" else 1)
 
     @property
