@@ -121,10 +121,13 @@ class Sweep(Generic[J, S]):
                 tunable.ctx.caps.software,
                 partial(self.own.journal.trying, task.key),
             )
+            # Start from what the tables choose and from points that won elsewhere, then search their neighbours.
             search.begin(tunable.starts(task), before, f"{task.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
             search.hill_climb(tunable.neighbours)
+            # The search measures each point briefly; a duel with more repetitions decides.
             challengers = [p for p in (present, *search.best(2)) if p in search.measured]
             after, measured = duel(trial, before, challengers, share)
+            # Latency decides; throughput is measured of the two finalists alone, for the report.
             throughput = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
             nbytes = trial.nbytes(after)
             timed = {**search.measured, **measured}  # the duel's figures are of more repetitions

@@ -549,6 +549,7 @@ class Engine:
         self._check_room(n, "generation")
         self._check_ids([first])
         self._check_ids([id for id, _ in sampler.logit_bias])
+        # A generation that was left early may have put recurrent states ahead of n_past.
         self._catch_up()
         self._try_sync()
         if self._checkpoint is not None:
@@ -558,9 +559,11 @@ class Engine:
         made = submitted = step = status = 0
         timed_out = False
         flying: deque[tuple[Ticket, Readback, int]] = deque()
+        # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
         in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None and constraint is None else (1, 1)
         try:
             while made < n:
+                # Keep the queue full: the next submit starts when one ends.
                 while submitted < n and len(flying) < in_flight:
                     size = at_once if n - submitted >= at_once else 1
                     if constraint is not None:
@@ -570,6 +573,7 @@ class Engine:
                     flying.append((ticket, back, submitted))
                 ticket, back, upto = flying.popleft()
                 ticket.wait()
+                # The results of this submit, and of those behind it, are undefined.
                 if timed_out := back.timed_out:
                     break
                 words = back.result.map().view(np.int32)
@@ -579,6 +583,7 @@ class Engine:
                     if on_logits is not None:
                         on_logits(self._token_programs.logits())
                     made += 1
+                    # The cache holds the token that went in; the new one is only picked.
                     self._advance([first])
                     first = token
                     if constraint is not None:
@@ -592,8 +597,10 @@ class Engine:
             with contextlib.suppress(DeviceLost):  # of which the wait above has told
                 for ticket, _, _ in flying:
                     ticket.wait()
+            # Recurrent states cannot go back: note that the device is ahead of what was yielded.
             if self.model.architecture.recurrent and (made < step or (status == STATUS_RUNNING and made < submitted)):
                 self._states_ahead = True
+        # Go on from the last good token, with barriers.
         if timed_out:
             self._use_barriers(TIMED_OUT)
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)

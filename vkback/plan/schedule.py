@@ -135,6 +135,7 @@ def place(
                 first.setdefault(name, i)
                 last[name] = i
                 sizes[name] = max(sizes.get(name, 0), aligned(nbytes(a.tensor)))
+    # Outputs live beyond the last stage, so that nothing takes their memory.
     for name in keep:
         if name in last:
             last[name] = len(stages)
@@ -142,9 +143,12 @@ def place(
     total = 0
     live: list[str] = []
     for i in range(len(stages)):
+        # Free what no stage from here on touches.
         live = [n for n in live if last[n] >= i]
+        # Largest first: small tensors then fill the gaps.
         for name in sorted((n for n in first if first[n] == i), key=lambda n: (-sizes[n], n)):
             offset = 0
+            # First fit: the first gap between live tensors that is large enough.
             for other in sorted((slots[n] for n in live), key=lambda s: s.offset):
                 if offset + sizes[name] <= other.offset:
                     break

@@ -186,6 +186,7 @@ def measure_phase(
         meter = _Meter(device, schedule, bind, begin, runs, stack)
         plain = meter.plain()
         alone = meter.each_dispatch_us()
+        # The shader clock costs no barrier; time stamps between stages do.
         clocked = device.caps.shader_clock and clocks_cover(schedule, device.caps.max_storage_bindings)
         times, starts, wall = meter.clocked() if clocked else meter.stamped()
         empty_us = meter.empty()
@@ -196,8 +197,10 @@ def measure_phase(
     total, last = times.sum(axis=0), times[-1]
     number = 0
     for i, stage in enumerate(schedule.stages):
+        # A stage's time is divided among its dispatches as their times alone are.
         parts = np.array([alone.get((i, j), 1.0) for j in range(len(stage))])
         parts = parts / parts.sum() if parts.sum() > 0 else np.full(len(stage), 1 / len(stage))
+        # The prediction is divided by bytes: all dispatches of a stage read at the same rate.
         expected = predicted_us(stage, costs, rows, i in schedule.barrier_free)
         bytes_each = np.array([max(1, moved_bytes(d, rows)) for d in stage], np.float64)
         for d, part, share in zip(stage, parts, bytes_each / bytes_each.sum(), strict=True):

@@ -101,31 +101,39 @@ def shape_for(
     """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
     rounds, then there are fewer threads. vd: width of V, 0: as K; types: of the caches."""
     vd = vd or hd
+    # Eight values of F32 are two 16-byte loads, so a thread holds half as many.
     loads = MAX_LOADS // 2 if "F32" in types else MAX_LOADS
     cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     most = min(n, choice.params.get("tokens", 1)) if n <= DECODE_TOKENS else n
+    # In exact mode a token has a workgroup of its own, so that its sums do not depend on the others.
     tokens = 1 if ctx.exact else max(1, min(most, choice["queries"] // heads))
     rows = min(n_ctx, window) if window else n_ctx
+    # As many splits as fill the device, but none with fewer rows than pay for the merge.
     splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"]))
+    # Many tokens fill the device without splits.
     if tokens > 1 and n > DECODE_TOKENS:
         splits = 1
     queries = heads * tokens
+    # A workgroup has at least one thread for each 8 values of V; reductions need a power of two.
     least = 1 << (cols - 1).bit_length()
     wg = max(workgroup_size(ctx.caps, choice["wg_size"]), least)
     while True:
         fits = [i for i in (1, 2, 4, 8, 16, 32) if i <= wg and k_cols % i == 0]
         lanes = max((i for i in fits if i <= choice["lanes"]), default=1)
+        # More lanes where one would have to load more of a row than its registers hold.
         lanes = next((i for i in fits if i >= lanes and k_cols // i <= loads), fits[-1])
         steps = min(choice["steps"], max(1, loads * lanes // k_cols))
         reduce, subgroup = reduction(ctx.caps, wg, lanes=max(lanes, 8 if quantizes else 1))
         use_shuffles = bool(reduce["REDUCE_SUBGROUP"]) and lanes == cols == k_cols and queries in (1, 2, 4, 8, 16) and queries <= cols
         known = int(reduce["SUBGROUP_SIZE"])
+        # Threads that hold a whole V row's sums are one stream; streams in one subgroup add up by shuffles, the others in shared memory.
         bundles = wg // cols // (known // cols if known > cols and cols & (cols - 1) == 0 else 1)
         scores = 0 if use_shuffles else 2 * steps * (wg // lanes)
         shared = 4 * queries * (max(hd, vd) + scores + 2 * bundles) + 8 * wg + 256
         if fused:  # the new key and value as they are stored, and as floats
             shared += (8 if "F32" in types else 4) * hd + (8 * hd if set(QUANTIZED) & set(types) else 0)
+        # Merging in more rounds needs less shared memory: take the fewest rounds that fit.
         for parts in (i for i in range(1, queries + 1) if queries % i == 0):
             if shared + 4 * bundles * (queries // parts) * vd <= ctx.caps.max_shared_memory:
                 rounds = queries // parts
@@ -138,6 +146,7 @@ def shape_for(
                 f"[attention] {choice.source}: {queries} queries of head size {hd} need {shared + 4 * bundles * vd} bytes of shared "
                 f"memory, {ctx.caps.name} has {ctx.caps.max_shared_memory}; lower queries"
             )
+        # No number of rounds fits: fewer threads hold fewer streams.
         wg //= 2
 
 
@@ -179,9 +188,11 @@ def _lower(
     # A head's slots of four values (shaders/attention/decode/fused.glsl) go to as many threads, as far as they can add up by shuffles.
     head_lanes = min(32, s.wg, ctx.caps.subgroup_min, 1 << ((hd // 4).bit_length() - 1)) if fused else 1
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
+    # Fused, the kernel also stores the new key and value.
     cached: Access = "rw" if fused else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
     splits = [f"{out.name}.splits"] if s.splits > 1 else []
+    # Splits meet in scratch memory; the last one to arrive, found by a counter, merges them.
     if splits:
         tiles = groups[0] * groups[2]
         part = s.queries * vd + 4 * ceil_div(s.queries, 2)
@@ -213,6 +224,7 @@ def _lower(
         defines["HEAD_LANES"] = head_lanes
         if types & set(QUANTIZED):
             defines["SCALE_WORDS"] = int(not ctx.caps.storage_16bit)
+    # Optional inputs are bound last, so that the bindings before them stay constant.
     for binding, (role, _) in enumerate(extra, len(args)):
         defines[f"BIND_{role.upper()}"] = binding
     args += [Arg(t) for _, t in extra]

@@ -279,6 +279,7 @@ def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason
         raise PlanError(
             f"[attention] {problem.name}: {problem.y} of {n_head} heads of {vd}; expected F32, or whole units of 32 as Q8_1 or F16"
         )
+    # How many heads share a tile; 0 where tiles of such heads cannot be stored as fragments.
     heads = heads_of_fragments(shape, problem.group, hd, caps) if problem.fragments else problem.group
     if not heads or (problem.fragments and problem.y.type != "F16"):
         raise PlanError(
@@ -287,6 +288,7 @@ def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason
     tiles = ceil_div(n * heads, shape.tile_q)
     if tiles > MAX_GROUPS_X:
         raise PlanError(f"[attention] {problem.name}: {n} tokens of {heads} heads in tiles of {shape.tile_q}; take fewer tokens at a time")
+    # A window reads its own rows and those of the tokens themselves.
     rows = min(n_ctx, problem.window + n) if problem.window else n_ctx
     y_stride = problem.y.shape[-1] // 8 if problem.y.type == "F16" else 0
     if problem.fragments:
@@ -294,6 +296,7 @@ def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason
     if shape.parts and problem.y.type != "F32":
         raise PlanError(f"[attention] {problem.name}: {problem.y}; of rows that hold K and V the kernel by matrices makes F32")
     overflow = [Arg(overflow_word(queries_f16(problem.q)), "rw")] if shape.kernel == "matrix" else []
+    # Unused bindings still need a buffer; q stands in.
     q_pe = [Arg(problem.q_pe or problem.q)] if problem.q_pe or shape.parts else []
     kernels = plain_kernel if shape.kernel == "plain" else latent_kernel if shape.parts else matrix_kernel
     return Dispatch(

@@ -176,9 +176,11 @@ def _stores(node: LinearNode, shape: GemmShape | None, caps: Capabilities) -> fr
 
 def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | None, str]:
     """The GEMM for a product, None for the GEMV kernels; and the row of the tables that says so, or what forbids it."""
+    # The route counts tokens per expert in shared memory.
     if ROUTE_BYTES * node.w.shape[0] > ctx.caps.max_shared_memory and node.experts != "none":
         return None, f"{node.w.shape[0]} matrices, more than a route has shared memory for"
     by_heads = node.experts == "heads"
+    # GEMMs have no prologue and choose no experts.
     if node.n < 2 or "norm" in node.extra or node.chosen or (by_heads and node.x.type != "F32"):
         return None, "one token, or what only GEMVs have: a prologue, the choice of experts, heads of Q8_1"
     matrix = matrix_shape(ctx.caps) if _matrices_allowed(node.w, ctx) else None
@@ -195,8 +197,10 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         k=node.k,
     )
     kernel: Kernel = choice["kernel"]
+    # Integers need an x in 8 bits, which the float path excludes.
     if kernel == "int_dot" and path == "float":
         kernel = "f32"
+    # act=q8_1 wants activations in 8 bits at any number of tokens.
     if ctx.act == "q8_1" and path == "int" and kernel != "gemv":
         kernel = "int_dot"
     if kernel == "coop_reg" and ctx.act == "f16":  # it has no factors of columns
@@ -208,10 +212,12 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         if shape is not None:
             shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx))
         return shape, choice.source
+    # No matrices on this device, or this weight may not go through them.
     if kernel == "coop_mat" and matrix is None:
         kernel = "int_dot" if path == "int" else "f32"
     if node.x.type == "F16" and kernel != "coop_mat":
         raise PlanError(f"[gemm] {node.node.name}: {choice.source} chooses {kernel}, which takes no packed {node.x}; give it F32")
+    # GEMMs write Q8_1 as a whole tensor, not as a slice of a wider one.
     partial_q8 = node.y.type == "Q8_1" and not by_heads and node.rows_total != node.m >> node.glu
     if kernel == "gemv" or (node.x.type == "Q8_1" and kernel != "int_dot") or partial_q8:
         return None, choice.source

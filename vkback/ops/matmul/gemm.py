@@ -137,6 +137,7 @@ def _coop_spec(problem: Gemm, shape: GemmShape, y_type: int, caps: Capabilities)
 def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
     """A dispatch of shaders/gemm/coop_mat.comp, and with split-K one that adds up the parts."""
     rows = problem.m if problem.route is not None or problem.transposed else shard.rows
+    # A slice of K is at least one unit.
     split = min(shape.split_k, ceil_div(problem.k, UNIT))
     shape = dataclasses.replace(shape, split_k=split)
     glu = problem.glu != ""
@@ -144,11 +145,13 @@ def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int
     if problem.y.type == "F16":
         y_stride, y_type = packed_stride(problem.y.shape[-1], shape, caps), 2 if shape.fragments else 1
     making, row0 = problem, problem.y_row0
+    # With split-K the product stores bare sums, and the second dispatch applies the epilogue.
     if split > 1:
         target, y_stride, y_type = Tensor(f"{problem.name}.parts{problem.y_row0 + shard.row0}", "F32", (split, problem.n, rows)), rows, 3
         making, row0 = dataclasses.replace(problem, bias=None, residual=None, glu="", y_row0=0), 0
     spec = _coop_spec(making, shape, y_type, caps)
     pieces = shards(problem.w, caps)
+    # A store that covers the whole tensor needs no name for its region (synchronization tells regions apart).
     whole = len(pieces) == 1 and (problem.y.type == "F16" or problem.y.shape[-1] == problem.m >> glu)
     part = "" if whole or split > 1 else f"rows {row0} {shard.row0}"
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
@@ -179,6 +182,7 @@ def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int
     if split == 1:
         return [product]
     wg = min(256, caps.max_workgroup_invocations)
+    # Four rows at a time where all offsets are multiples of four and nothing is applied but the residual.
     aligned = not any(size % 4 for size in (rows, problem.y.shape[-1], problem.y_row0 + (shard.row0 >> glu)))
     quads = aligned and problem.bias is None and not glu
     threads = rows // 4 if quads else rows >> glu

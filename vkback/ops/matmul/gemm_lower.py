@@ -55,23 +55,29 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     grouped = node.experts != "none"
     columns, experts = node.n * node.n_used, node.w.shape[0] if grouped else 0
     routes = node.route
+    # No earlier product of the same experts has made a route: make it here.
     if grouped and routes is None:
         routes = route_tensor(f"{name}.route", columns, experts, shape.tile_n)
         before.append(route(node.extra["ids"], routes, experts, shape.tile_n, caps))
     factors = None
+    # Experts share a token's row of x unless x already has a row per chosen expert.
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
+    # With act=f16 rows are scaled by powers of two, so that none overflows. Bias and experts have no factors of columns.
     if shape.kernel == "coop_mat" and x.type != "F16" and ctx.act == "f16" and not grouped and "bias" not in node.extra:
         packing, x, factors = _packed_by_rows(node.x, columns, shape, ctx)
         before.append(packing)
+    # No producer has stored x as f16: pack it, in the order in which matrices are loaded.
     elif shape.kernel == "coop_mat" and x.type != "F16":
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared, scale=ctx.f16_scale(x)))
     elif shape.kernel == "coop_reg" and x.type != "F16":
         x = gemm_reg.packed_units(f"{name}.x_f16", columns, node.k, shape)
         before.append(gemm_reg.pack_units(node.x, x, columns, shape, caps, scale=ctx.f16_scale(x)))
+    # The kernel takes int8 alone, so x is rounded here if its producer did not.
     elif shape.kernel == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
         before += quantize_dispatch(node.x, x, ctx)
+    # What the epilogue cannot do runs behind the GEMM, which then stores to scratch memory.
     target, after = _after_gemm(node, shape, ctx)
     params = node.node.params
     clamped = node.glu and "limit" in params

@@ -234,16 +234,20 @@ def legal_shape(choice: Choice, *, units: int, glu: bool, q8_out: bool, reduces:
     """
     most = min(ctx.caps.max_workgroup_invocations, ctx.caps.max_workgroup_size[0])
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
+    # A required subgroup size may lower the largest workgroup.
     if required and ctx.caps.max_workgroup_subgroups:
         most = min(most, required * ctx.caps.max_workgroup_subgroups)
+    # Rows that a workgroup must finish together: a unit of Q8_1 output, and both rows of a GLU pair.
     tile = (32 if q8_out else 1) << glu
     wg = min(max(choice["wg"], 8 if q8_out else 1), most)
     if reduces:
         wg = _floor_power_of_two(wg)
+    # Nearest shape first: the inner loop raises rows, then lanes fall, and only then do threads rise.
     while wg <= most:
         lanes = min(max(choice["lanes"], 1 << glu), _floor_power_of_two(wg), max(power_of_two(units), choice["rows"], 1 << glu))
         while lanes:
             rows = max(choice["rows"], 1 << glu)
+            # Each lane finishes at most one row, and within a subgroup sums are added by its shuffles.
             max_rows = min(lanes, MAX_ROWS, subgroup if subgroup > 1 else MAX_ROWS)
             while rows <= max_rows:
                 if wg % lanes == 0 and wg // lanes * rows % tile == 0:
@@ -286,12 +290,16 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
         sync=sync,
     )
     q8_out = node.y.type == "Q8_1"
+    # These add up or compare values over the whole workgroup.
     reduces = routes or norm or q8_out or bool(node.chosen)
     wg, lanes, rows = legal_shape(choice, units=node.walk_units, glu=node.glu, q8_out=q8_out, reduces=reduces, ctx=ctx)
     subgroup, required = subgroup_for(ctx, choice["subgroup"])
+    # Not more units at once than a lane has in its row.
     unroll = min(choice["unroll"], ceil_div(node.walk_units, lanes))
     blocked = choice["lane_order"] == "blocked" and can_block_lanes(unroll, lanes, ceil_div(node.k, 32))
+    # Batch-invariant plans keep the rows of one token's kernel, so a lane holds fewer tokens. Experts take one token at a time.
     columns = min(node.n, max(1, EXACT_SUMS // rows) if ctx.exact else MAX_COLUMNS, MAX_COLUMNS) if node.experts == "none" else 1
+    # In shared memory x is read once per workgroup. Barrier-free kernels always copy it: only the copy spins on the sentinel.
     copies = (choice["x_in_shared"] or sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
     copies |= sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     pairs = in_pairs(node.w.type, node.k, ctx.tuning)
@@ -330,7 +338,9 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
         pairs=pairs,
         bit_swap=ctx.tuning.pick("bit_planes", quant=node.w.type)["swap"] if node.w.type in BIT_PLANES else "xor",
     )
+    # Shared memory or bindings may not suffice: drop what costs least.
     config = _fitted(config, node.node.name, ctx)
+    # x can be loaded ahead only where no prologue computes it.
     if config.prefetch == "weights+x" and not config.can_prefetch_x:
         config = dataclasses.replace(config, prefetch="weights")
     adjustments = (*_shape_adjustments(choice, config, ctx), *_other_adjustments(choice, config, node, ctx))

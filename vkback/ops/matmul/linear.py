@@ -47,10 +47,13 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
     rows = node.m if routed else shard.rows
     slices = {"none": ceil_div(node.n, config.columns), "summed": node.n}.get(node.experts, node.n * node.n_used)
     tiles = ceil_div(rows, config.tile_rows)
+    # A limit on workgroups is divided among the slices of the grid; without one, each tile has its workgroup.
     most = ceil_div(config.groups, slices) if config.groups else tiles
     groups = min(most, tiles)
+    # More workgroups than one axis of the grid may have go into the second.
     gy = ceil_div(groups, MAX_GROUPS_X)
     config = dataclasses.replace(config, loop_tiles=groups < tiles, m_aligned=rows % config.tile_rows == 0)
+    # A limit that is never reached is reported as an adjustment.
     if config.groups and not config.loop_tiles:
         too_many = Adjustment("groups", config.groups, PER_TILE, "there are no more tiles than that")
         config = dataclasses.replace(config, adjustments=(*config.adjustments, too_many))
@@ -72,6 +75,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
     )
     whole = node.rows_total == (node.m >> node.glu) * (node.n_used if node.experts == "heads" else 1) and len(pieces) == 1
     weight_bytes = shard.layout.nbytes
+    # Of the experts only those chosen are read: at most one per token and choice.
     if routed:
         weight_bytes = weight_bytes * min(node.n * node.n_used, node.w.shape[0]) // node.w.shape[0]
     stores_sum = node.summed is not None and index == 0  # once, whatever the shards

@@ -27,6 +27,7 @@ def unfused(node: Node) -> list[Node]:
         return result
 
     n, m = x.shape[0], w.shape[-2]
+    # The order below is that of the kernel: prologue, product, epilogue.
     if "logits" in by:
         chain.append(choice_of(node, by["logits"], by.get("selection_bias")))
         by["ids"] = node.outputs[2]
@@ -47,6 +48,7 @@ def unfused(node: Node) -> list[Node]:
     y = emit("MUL_MAT_ID" if routed else "MUL_MAT", "mul_mat", (*lead, m), w, x, *routed)
     if "bias" in by:
         y = emit("ADD_ID" if routed else "ADD", "biased", y.shape, y, by["bias"], *routed)
+    # Gate and up rows alternate in the weight: separate them first.
     if node.params.get("glu"):
         pairs = dataclasses.replace(y, shape=(prod(lead), m // 2, 2))
         halves = emit("PERMUTE", "halves", (prod(lead), 2, m // 2), pairs, axes=(0, 2, 1))
@@ -61,4 +63,5 @@ def unfused(node: Node) -> list[Node]:
         y = emit("ADD", "added", y.shape, y, by["residual"])
     if out.type == "Q8_1":
         return [*chain, Node("QUANTIZE_Q8_1", (y,), (out,))]
+    # The last node writes the output itself.
     return [*chain[:-1], dataclasses.replace(chain[-1], outputs=(out,))]

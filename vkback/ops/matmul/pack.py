@@ -69,6 +69,7 @@ def pack_f16(
              stored in `factors`. There is no norm then
     """
     k = x.shape[-1]
+    # Every workgroup that needs a sum over a row reads the whole row.
     sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
     subgroups = pack_subgroups(shape, caps, sums)
     norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
@@ -78,11 +79,13 @@ def pack_f16(
         "TILE_N": shape.tile_n if routes is not None else 1,
         "FACTORS": 0 if factors is None or by_rows else 1 if stores_factors else 2,
     }
+    # Without fragments x stays in rows, and the matrix shape has no effect.
     if not shape.fragments:
         del spec["FM"], spec["FN"], spec["FK"]  # matrices of rows in order
     columns = shape.matrix[1] if shape.fragments else subgroups
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
+    # More workgroups than one axis of the grid may have go into the second.
     grid_y = ceil_div(groups, MAX_GROUPS_X)
     groups_k = ceil_div(y.shape[1], 64 * subgroups) if shape.fragments else 1
     if sums:  # each workgroup of a group adds up its squares anew

@@ -93,6 +93,7 @@ def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
     """The nodes that MLA_ROPE_SET_ROWS takes the place of, and it with its attention."""
     query, cache_k, cache_v, pos = attention.inputs[:4]
+    # The fused op knows no sinks and no window.
     if len(attention.inputs) > 4 or "window" in attention.params:
         return None
     n, heads, _ = query.shape
@@ -101,6 +102,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     stored = index.one_use_producer(stores[0].inputs[0], "CONCAT") if stores[0] is not None else None
     if joined is None or stored is None or stores[0] is None or stores[1] is None or len(joined.inputs) != 2 or len(stored.inputs) != 2:
         return None
+    # Legacy: two caches, K and V of each head; else one latent row that both are read from.
     legacy = cache_k.name != cache_v.name
     rope_q = index.one_use_producer(joined.inputs[1], "ROPE")
     repeat = index.one_use_producer(stored.inputs[1], "REPEAT") if legacy else None
@@ -114,6 +116,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
         (parts[0], View(dim_k - rot, (n, heads, rot), (heads * dim_k, dim_k, 1))),
         (parts[1], View(row - rot, (n, 1, rot), (row, row, 1))),
     ]
+    # All of these nodes become one, if every pattern below matches.
     gone = [joined, stored, rope_q, rope_k, parts[0], parts[1], stores[0]]
     if legacy:
         own, value, q_own = (index.one_use_producer(t, "CONT") for t in (stored.inputs[0], stores[1].inputs[0], joined.inputs[0]))
@@ -139,6 +142,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
         views.append((latent, View(0, (n, row - rot), (row, 1))))
         gone += [norm, latent]
         params = {"legacy": False, "eps": norm.params["eps"]}
+    # A view at any other offset means another layout: leave the nodes alone.
     if any(part.params.get("view") != view for part, view in views) or rope_q.params["mode"] != "normal":
         return None
     factors = rope_q.inputs[2:]

@@ -230,10 +230,12 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         if not wants:
             continue
         producer = index.producer[tensor.name]
+        # Attention rounds whole units of 32 values of a head of V.
         caches = [t for t in producer.inputs if t.kind == "state"] if producer.op in ATTENTION else []
         whole_units = not caches or producer.params.get("v_dim", caches[-1].shape[-1]) % 32 == 0
         by_gemv = producer.op == "LINEAR" and activated(producer)
         can = {"producer": producer.op in QUANTIZING or by_gemv, "attention": producer.op in QUANTIZING, "stage": False}[by]
+        # If anything else reads the floats, they must be stored, too.
         sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
             out = [
@@ -246,6 +248,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             ]
         else:
             quantized = f"{tensor.name}.q8_1"
+            # Round once, right behind the producer, for all products that read it.
             at = next(i for i, n in enumerate(out) if n is producer)
             rows = wants[0].inputs[1]  # a token's values are a row, whatever the shape they were made in
             out.insert(at + 1, Node("QUANTIZE_Q8_1", (rows,), (dataclasses.replace(rows, name=quantized, type="Q8_1"),)))
