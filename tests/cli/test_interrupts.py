@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -369,3 +370,46 @@ def test_processes_end_with_the_run(device: Device) -> None:
     begun = time.monotonic()
     results.close()
     assert time.monotonic() - begun < 10 and not multiprocessing.active_children()
+
+
+SERVER = """
+import asyncio, os, signal, sys, threading, time
+from types import SimpleNamespace
+from urllib.request import urlopen
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from vkback.server.run import run_app
+
+async def impatient(request):
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.2)
+    return PlainTextResponse("all of it")
+
+def ask():
+    for _ in range(100):
+        try:
+            print(urlopen(f"http://127.0.0.1:{sys.argv[1]}/", timeout=20).read().decode(), flush=True)
+            return
+        except OSError:
+            time.sleep(0.1)
+
+client = threading.Thread(target=ask)
+client.start()
+try:
+    run_app(Starlette(routes=[Route("/", impatient)]), SimpleNamespace(end=lambda: None), "127.0.0.1", int(sys.argv[1]))
+except KeyboardInterrupt:
+    print("ended")
+client.join()
+"""
+
+
+@unix
+def test_a_server_takes_one_ctrl_c_and_lets_replies_end() -> None:
+    pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ran = run_program([sys.executable, "-c", SERVER, str(port)], timeout=60)
+    assert sorted(ran.stdout.splitlines()) == ["all of it", "ended"] and ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr and "ERROR" not in ran.stderr, ran.stderr

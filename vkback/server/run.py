@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,6 +23,12 @@ class EndingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, worker: Worker) -> None:
         super().__init__(config)
         self._worker = worker
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Signals after the first change nothing: with a second SIGINT uvicorn would leave the application where it is, and starlette print
+        the traceback of that."""
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._worker.end()
