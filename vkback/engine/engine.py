@@ -73,10 +73,6 @@ class Engine:
         self.model = model
         self.cache_types = cache = cache_types(model, options)
         n_ctx = options.ctx or model.default_n_ctx
-        if n_ctx > model.hp.n_ctx_train:
-            log.warning(
-                "a context of %d tokens, but the model was trained on %d: expect nothing of text beyond", n_ctx, model.hp.n_ctx_train
-            )
         self.device = device
         self.n_past = 0
         self._fed: list[int] = []  # tokens so far
@@ -122,6 +118,10 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        if n_ctx > model.hp.n_ctx_train:
+            log.warning(
+                "a context of %d tokens, but the model was trained on %d: expect nothing of text beyond", n_ctx, model.hp.n_ctx_train
+            )
 
     @classmethod
     def load(
