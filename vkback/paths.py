@@ -56,6 +56,14 @@ def user_tuning_root() -> Path:
     return base / "vkback" / "tuning"
 
 
+def on_path(program: str) -> str | None:
+    """Where a program lies in the folders of PATH. Not shutil.which: on Windows that takes a file of the current folder before those, and
+    anybody may have left one there."""
+    name = f"{program}.exe" if sys.platform == "win32" else program
+    files = (Path(folder) / name for folder in os.get_exec_path() if folder)
+    return next((str(file) for file in files if file.is_file() and os.access(file, os.X_OK)), None)
+
+
 def builtin_models() -> list[Path]:
     """The models that come with vkback, dense before mixture of experts."""
     return sorted((_PACKAGE / "models" / "builtin").glob("*.gguf"))

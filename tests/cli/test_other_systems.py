@@ -23,6 +23,7 @@ from vkback.models import Model
 from vkback.models.synth import outline, synthesize, write_outline
 from vkback.report.bench_table import ReportError
 from vkback.report.store import Store
+from vkback.shader.compiler import program_path
 
 ROOT = Path(__file__).parents[2]
 LACKS: dict[str, Any] = json.loads((ROOT / "tests/data/not_on_windows.json").read_text(encoding="utf-8"))
@@ -131,6 +132,20 @@ def test_synth_without_pwrite_writes_the_same_bytes(tmp_path: Path, monkeypatch:
     assert usual.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.parametrize(("system", "name"), [("win32", "glslc.exe"), ("linux", "glslc")])
+def test_programs_of_the_current_folder_are_not_taken(system: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / name).touch(0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setenv("PATH", os.pathsep.join(("", str(tmp_path / "none"))))
+    assert program_path() is None
+    monkeypatch.setenv("PATH", os.pathsep.join(("", str(tmp_path / "none"), str(there))))
+    assert program_path() == str(there / name)
+
+
 @pytest.mark.vulkan
 def test_commands_without_what_windows_lacks(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
@@ -219,16 +234,16 @@ def test_a_store_that_finds_no_room_leaves_no_file(open_files_stay: None, tmp_pa
 
 
 def test_a_cache_file_that_another_process_reads_is_kept_without_a_warning(
-    open_files_stay: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    open_files_stay: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(paths, "_told", [])
     file = tmp_path / "module.spv"
     paths.write_cache(file, b"spirv")
     with file.open("rb"):
         paths.write_cache(file, b"spirv")
-        assert capsys.readouterr().err == ""
+        assert not caplog.records
         paths.write_cache(file, b"other")
-    assert "nothing can be kept in the cache" in capsys.readouterr().err and file.read_bytes() == b"spirv"
+    assert "nothing can be kept in the cache" in caplog.text and file.read_bytes() == b"spirv"
 
 
 def test_a_closed_pipe_as_windows_tells_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ def test_devices_whose_code_nobody_prints_are_named() -> None:
 
 
 def test_nvdisasm_that_is_missing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MachineCodeError, match="nvdisasm is missing: it comes with CUDA, or pip install"):
         disassembled(CODE, planned_for("nvidia_h200_linux").caps)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import shutil
 import subprocess
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from vkback.device import Capabilities
 from vkback.errors import VkbackError
+from vkback.paths import on_path
 
 INSTALL = "pip install zstandard nvidia-cuda-nvdisasm"
 
@@ -119,7 +119,7 @@ def disassembled(code: bytes, caps: Capabilities) -> list[str]:
 
 
 def _nvdisasm() -> str:
-    found = shutil.which("nvdisasm")
+    found = on_path("nvdisasm")
     if found is None:
         nvidia = importlib.util.find_spec("nvidia")
         folders = [Path(p) for p in (nvidia.submodule_search_locations or ())] if nvidia else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import hashlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from vkback.events import log
-from vkback.paths import cache_dir, write_cache
+from vkback.paths import cache_dir, on_path, write_cache
 from vkback.shader.errors import CompileError
 
 LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
@@ -236,7 +235,7 @@ def shared_library() -> ShadercLibrary | None:
 
 def program_path() -> str | None:
     """Where glslc is."""
-    return shutil.which("glslc")
+    return on_path("glslc")
 
 
 @cache
