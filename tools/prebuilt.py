@@ -35,7 +35,7 @@ from vkback.ops.matmul import gemm
 from vkback.paths import builtin_models, shader_root, tuning_root
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.shader import NoCompiler, ShaderLibrary, Variant
+from vkback.shader import CompileError, NoCompiler, ShaderLibrary, Variant
 from vkback.shader.prebuilt import FOLDER, source_hash, stale, write
 from vkback.shader.shipped import ORDINARY, SUFFIX, groups, pack, read_archive, shipped_variants
 from vkback.shader.source import expand
@@ -108,9 +108,16 @@ def _schedules(model: Model, ctx: LowerContext) -> Iterator[Schedule]:
 
 
 def stale_ordinary(shaders: Path) -> dict[Variant, str]:
-    """Shipped variants whose source has changed since, with the hash of what it is now."""
+    """Shipped variants whose source has changed since, with the hash of what it is now: "" where it is no longer there."""
+
+    def source_now(variant: Variant) -> str:
+        try:
+            return source_hash(expand(shaders, variant).text)
+        except CompileError:
+            return ""
+
     known = shipped_variants(shaders)
-    now = {v: source_hash(expand(shaders, v).text) for v in known}
+    now = {v: source_now(v) for v in known}
     return {v: text for v, text in now.items() if text != known[v]}
 
 

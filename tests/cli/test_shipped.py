@@ -97,6 +97,11 @@ def test_a_module_of_the_manifest_whose_file_is_missing_is_stale(root: Path) -> 
     assert ShaderLibrary(root, root / "cache", shipped=False).spirv(TWO)
 
 
+def test_modules_of_a_shader_that_has_moved_are_stale(root: Path) -> None:
+    (root / "quant" / "one.glsl").unlink()
+    assert set(prebuilt.stale_ordinary(root)) == {ONE, TWO}
+
+
 def test_the_check_names_what_is_stale_and_one_command_rebuilds_that_alone(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
