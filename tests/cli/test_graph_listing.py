@@ -43,7 +43,7 @@ NAMES = (
 )
 """Our names of values, each a name of its own, and the document's, which are ggml's and serve for several."""
 
-WORDS = ((r"\(MUL_MAT\)", "(GEMM)"), (r"\(CPY\)", "(STORE)"), (r"x\+y \(ADD\)", "x+y"), (r"silu\(x\)", "unary(x) (SILU?)"))
+WORDS = ((r"\(MUL_MAT\)", "(MAT_MUL)"), (r"\(CPY\)", "(STORE)"), (r"x\+y \(ADD\)", "x+y"), (r"silu\(x\)", "unary(x) (SILU?)"))
 """Our words for ops, which are ggml's, and the document's."""
 
 CACHE = "our caches are [heads, rows, head size], the document's one long row, and that of V is transposed"

@@ -49,7 +49,7 @@ def test_run_writes_its_text_to_a_pipe_and_a_file(encoding: str, tmp_path: Path)
 
 @pytest.mark.vulkan
 def test_tables_and_reports_are_utf_8(tmp_path: Path) -> None:
-    out, _ = command("tg4", "-r", "2", "-m", "demo-dense", "--read-rate", "0", encoding="ascii", module="bench")
+    out, _ = command("tg4", "-r", "2", "-m", "demo-dense", "--read-rate", "0", encoding="ascii", module="vkbench")
     assert "\u00b1" in out.decode()
     out, _ = command("profile", "--prompt-tokens", "4", "-n", "2", encoding="cp1252", out=tmp_path / "profile")
     assert RULE in out.decode()
@@ -125,3 +125,12 @@ def test_a_run_names_the_folder_of_its_cache(tmp_path: Path, monkeypatch: pytest
     _, said = command("run", "-p", "Hello", "-n", "1", encoding="utf-8")
     assert [line for line in said.splitlines() if str(file) in line and "warning" in line], said
     assert said.count("warning") == 1
+
+
+@pytest.mark.vulkan
+def test_processes_of_one_command_tell_of_its_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("VKBACK_CACHE", str(file))
+    _, said = command("test-ops", "ADD", "-j", "2", encoding="utf-8")
+    assert said.count(f"nothing can be kept in the cache {file}") == 1, said

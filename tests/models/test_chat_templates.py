@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -127,6 +126,7 @@ HUNGRY = [
 @pytest.mark.skipif(sys.platform != "linux", reason="only here does the system bound a process's address space")
 @pytest.mark.parametrize(("template", "said"), HUNGRY, ids=[template[:30] for template, _ in HUNGRY])
 def test_a_template_that_wants_too_much_is_one_error(monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
+    resource = pytest.importorskip("resource", reason="Windows counts no memory of a process so")
     monkeypatch.setattr(chat_template, "TIME_S", 1.0 if TIME in said else 30.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ChatTemplateError, match=f"m: its chat template ({said})"):

@@ -8,6 +8,7 @@ an option or a choice that there is not is an error. Every command has its secti
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import sys
@@ -29,6 +30,7 @@ from vkback.cli import main as main_cli
 from vkback.cli import vkbench as bench_cli
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.ops.family import FAMILIES
 from vkback.timing.read_rate import measure_read_rate
 from vkback.tuning.table import parse_table
@@ -47,10 +49,11 @@ class _Kept:
         self.device = device
         self.engines: dict[tuple[Any, ...], Engine] = {}
 
-    def load(self, path: Path, device: Any, *, n_ctx: int | None, **others: Any) -> Engine:
-        key = (path, n_ctx, tuple(others.items()))
+    def open(self, path: Path, device: Any, options: LoadOptions, **others: Any) -> Engine:
+        options = dataclasses.replace(options, act="f32")
+        key = (path, options)
         if key not in self.engines:
-            self.engines[key] = Engine.load(path, self.device, n_ctx=n_ctx, **{**others, "act": "f32"})
+            self.engines[key] = Engine.open(path, self.device, options, **others)
             self.engines[key].close = lambda: None  # type: ignore[method-assign]
         return self.engines[key]
 
