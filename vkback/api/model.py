@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
-from vkback.api.chat_template import ChatFormat
+from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ModelError, too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
@@ -81,13 +82,20 @@ def load(
         lora=adapters_given(lora, lora_scale),
         progress=reported(progress),
     )
-    return open_model(model, device, options)
+    loaded = open_model(model, device, options)
+    if loaded.template_problem:
+        said = f"[chat] {loaded.name}: its chat template is broken, chat needs another: {loaded.template_problem}; {GIVE_ONE}"
+        warnings.warn(said, ChatTemplateWarning, stacklevel=2)
+    return loaded
 
 
 def open_model(
     model: str | Path, device: Device | str | int | None, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None
 ) -> LoadedModel:
-    """As `load`. meanwhile: as of `Engine.open`; by default it compiles what nearly every use needs."""
+    """As `load`, without its warning of a broken chat template: commands that need one tell of it.
+
+    meanwhile: as of `Engine.open`; by default it compiles what nearly every use needs.
+    """
     from vkback.api.device import Device as ApiDevice
 
     path = path_of(model)
