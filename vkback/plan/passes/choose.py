@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from vkback.graph import Node
-from vkback.ops.lowering import LowerContext
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, KernelChoice
 from vkback.plan.nodes import Nodes
 
@@ -35,5 +35,8 @@ def as_stored(node: Node, ctx: LowerContext) -> Node:
 
 
 def _chosen(node: Node, ctx: LowerContext) -> Node:
-    choice = OPS[node.op].choose(node, ctx)
+    try:
+        choice = OPS[node.op].choose(node, ctx)
+    except PlanError:  # no kernel fits: lowering says so, after what is wrong with the nodes before this one
+        return node
     return node if choice is None else dataclasses.replace(node, choice=choice)
