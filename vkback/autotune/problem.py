@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.graph import Node, Tensor
+from vkback.graph import Node
 from vkback.ops.case import Problem
 from vkback.ops.case_line import CaseLineError, parse_line
-from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params
-from vkback.ops.matmul.linear_node import FUSED_ROLES, Experts, weight
+from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params, linear_node
+from vkback.ops.matmul.linear_node import FUSED_ROLES, Experts
 
 Array = npt.NDArray[Any]
 
@@ -153,21 +153,18 @@ class LinearProblem:
 
     def node(self) -> Node:
         """A LINEAR node of it, its tensors named after their roles."""
-        n, rows = self.n, self.m >> self.glu
-        ids, summed = "ids" in self.roles, "expert_weights" in self.roles
-        w = weight("w", self.quant, (self.n_expert, self.m, self.k) if ids else (self.m, self.k))
-        x = Tensor("x", self.x, (n, self.n_used if summed else 1, self.k) if ids else (n, self.k), "input")
-        y = Tensor("y", self.out, (n, self.n_used, rows) if ids and not summed else (n, rows))
-        extra = {
-            **{role: Tensor(role, "F32", (self.k,), "weight") for role in ("norm", "norm_bias", "post_norm")},
-            "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
-            "bias": Tensor("bias", "F32", (self.n_expert * self.m if ids else self.m,), "weight"),
-            "residual": Tensor("residual", "F32", y.shape, "input"),
-            "ids": Tensor("ids", "I32", (n, self.n_used), "input"),
-            "expert_weights": Tensor("expert_weights", "F32", (n, self.n_used), "input"),
-        }
-        params = {"roles": ("w", "x", *self.roles), "glu": self.glu, "eps": 1e-5}
-        return Node("LINEAR", (w, x, *(extra[r] for r in self.roles)), (y,), params)
+        return linear_node(
+            self.quant,
+            self.m,
+            self.k,
+            self.n,
+            self.roles,
+            glu=self.glu,
+            out=self.out,
+            x_type=self.x,
+            experts=self.n_expert,
+            used=self.n_used,
+        )
 
     def build(self, seed: int = 7) -> Problem:
         """The node with made-up values: weights of random blocks, activations uniform in -1..1, experts drawn without repeats."""

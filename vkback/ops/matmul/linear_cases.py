@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, Literal
 
@@ -158,6 +158,45 @@ def mul_mat_id_case(
     return with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
 
 
+def linear_node(
+    quant: str,
+    m: int,
+    k: int,
+    n: int,
+    roles: Collection[str],
+    *,
+    glu: bool = False,
+    out: str = "F32",
+    x_type: str = "F32",
+    experts: int = 0,
+    used: int = 0,
+    params: Mapping[str, Any] | None = None,
+) -> Node:
+    """A LINEAR of n tokens by a weight of m rows (of one expert), tensors named after their roles; with "ids" or "logits" by `used` of so
+    many experts. params: further ones; with `sum` it stores what the post-norm and its residual make of x."""
+    more = dict(params or {})
+    routed, summed = not {"ids", "logits"}.isdisjoint(roles), "expert_weights" in roles
+    w = weight("w", quant, (experts, m, k) if routed else (m, k))
+    x = Tensor("x", x_type, (n, used if summed else 1, k) if routed else (n, k), "input")
+    y = Tensor("y", out, (n, used, m >> glu) if routed and not summed else (n, m >> glu))
+    extra = {
+        **{role: Tensor(role, "F32", (k,), "weight") for role in ("norm", "norm_bias", "post_norm")},
+        "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
+        "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
+        "residual": Tensor("residual", "F32", y.shape, "input"),
+        "ids": Tensor("ids", "I32", (n, used), "input"),
+        "logits": Tensor("logits", "F32", (n, experts), "input"),
+        "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
+    }
+    named = tuple(r for r in FUSED_ROLES if r in roles)
+    outs = [y]
+    if "logits" in roles:
+        outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
+    if more.get("sum"):
+        outs.append(Tensor("sum", "F32", x.shape))
+    return Node("LINEAR", (w, x, *(extra[r] for r in named)), tuple(outs), {"roles": ("w", "x", *named), "glu": glu, "eps": 1e-5, **more})
+
+
 def fused_case(
     quant: str,
     m: int,
@@ -188,36 +227,14 @@ def fused_case(
     choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
 
     def make(rng: np.random.Generator) -> Problem:
-        routed = choosing or "ids" in roles
-        shape = (experts, m, k) if routed else (m, k)
-        w = weight("w", quant, shape)
-        x = Tensor("x", "F32", (n, used if "expert_weights" in roles else 1, k) if routed else (n, k), "input")
-        rows = m >> glu
-        y_shape = (n, used, rows) if routed and "expert_weights" not in roles else (n, rows)
-        outs = [Tensor("y", out, y_shape)]
+        more: dict[str, Any] = dict(SWIGLU_OAI) if oai else {}
+        more |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
         if choosing:
-            outs += [Tensor("weights", "F32", (n, used)), Tensor("ids", "I32", (n, used))]
-        if "post_norm" in roles:
-            outs.append(Tensor("sum", "F32", x.shape))
-        extra = {
-            "norm": Tensor("norm", "F32", (k,), "weight"),
-            "norm_bias": Tensor("norm_bias", "F32", (k,), "weight"),
-            "post_norm": Tensor("post_norm", "F32", (k,), "weight"),
-            "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
-            "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
-            "residual": Tensor("residual", "F32", y_shape, "input"),
-            "ids": Tensor("ids", "I32", (n, used), "input"),
-            "logits": Tensor("logits", "F32", (n, experts), "input"),
-            "expert_weights": Tensor("expert_weights", "F32", (n, used), "input"),
-        }
-        inputs = [extra[r] for r in FUSED_ROLES if r in roles]
-        params = {"roles": ("w", "x", *(r for r in FUSED_ROLES if r in roles)), "glu": glu, "eps": 1e-5, **(SWIGLU_OAI if oai else {})}
-        params |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
-        if choosing:
-            params |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
-        node = Node("LINEAR", (w, x, *inputs), tuple(outs), params)
+            more |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
+        node = linear_node(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, params=more)
+        w, x, *inputs = node.inputs
         values: dict[str, Array] = {
-            "w": quants.random_blocks(quant, prod(shape[:-1]), k, rng, std=0.5),
+            "w": quants.random_blocks(quant, prod(w.shape[:-1]), k, rng, std=0.5),
             "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
         }
         for t in inputs:
