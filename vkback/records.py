@@ -23,7 +23,7 @@ class RecordWriter(ABC):
 
     @abstractmethod
     def write(self, record: Record) -> None:
-        """One record. Fields that a format was not told of are left out."""
+        """One record. Fields that a format does not know are left out."""
 
     def end(self) -> None:  # noqa: B027
         """What comes after the last record."""

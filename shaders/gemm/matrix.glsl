@@ -13,7 +13,7 @@
 // start-up (vkback/program/fragments.py) looks for: ROW_LANES = T neighbouring lanes share rows. With G = SG / T groups of such lanes, lane l
 // of a matrix A or of sums holds elements of row l / T, then of row l / T + G, and so on; of a matrix B, elements of column l / T, then of
 // column l / T + G. The positions along K are the same in all rows of A and all columns of B.
-// If A and sums have the same shape, a lane's elements of both have the same places.
+// If A and sums have the same shape, a lane's elements of both have the same positions.
 #extension GL_KHR_cooperative_matrix : require
 #extension GL_KHR_memory_scope_semantics : require
 #extension GL_KHR_shader_subgroup_basic : require

@@ -11,7 +11,7 @@
 // A binding that a kernel does not need may be any buffer.
 //
 // A workgroup packs a group of columns: with FRAGMENTS the FN columns of a matrix, otherwise one per subgroup. Columns are tokens or, GROUPED,
-// places in the route's tiles; the row of x is then that of the slot. First each subgroup finds the factors of some of the columns, one at a
+// positions in the route's tiles; the row of x is then that of the slot. First each subgroup finds the factors of some of the columns, one at a
 // time: sum of squares, or largest magnitude. Then the subgroups take turns along K, for fragments 64 values at a time: threads put f16 rows
 // into shared memory, from where they are loaded as matrices. Workgroups along z share the turns; each finds the factors by itself. Groups
 // without a column are skipped: each column of the product depends on its own column of x only, so stale values there do no harm.
@@ -28,7 +28,7 @@ layout(constant_id = 1) const uint SG = 32;   // lanes of a subgroup
 #endif
 #extension GL_KHR_shader_subgroup_arithmetic : require
 layout(constant_id = 5) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight, 3: none, but each row is multiplied by a power of two
-layout(constant_id = 6) const uint GROUPED = 0;  // 1: columns are places in the route's tiles
+layout(constant_id = 6) const uint GROUPED = 0;  // 1: columns are positions in the route's tiles
 layout(constant_id = 7) const uint TILE_N = 128;  // columns of a tile of the route
 layout(constant_id = 8) const uint FACTORS = 0;  // 0: none, 1: stored, 2: read
 #include "gemm/pack.glsl"

@@ -1,6 +1,6 @@
 #version 450
 // The route (gemm/route.comp) of a product by heads. Slot t * heads + h is head h of token t,
-// so every slot's place is known without sorting.
+// so every slot's position is known without sorting.
 //
 //   binding 0  route uint, laid out as by route.comp: tiles x (head, first, count, 0), then the slots, sorted by head
 //

@@ -1,7 +1,7 @@
 #version 450
-// Second pass of a split-K product: adds the parts in order and applies the epilogue (bias, GLU, residual).
+// Second pass of a split-K product: adds the slices in order and applies the epilogue (bias, GLU, residual).
 //
-//   binding 0  parts F32 [PARTS][n][m]
+//   binding 0  partial sums of the slices of K, F32 [PARTS][n][m]
 //   binding 1  y F32 [n][y_stride]
 //   binding 2  bias F32 [m], binding 3 residual F32 [n][y_stride]; unused, any buffer, if there is none
 //

@@ -7,7 +7,7 @@ layout(std430, set = 0, binding = 5) readonly buffer Route { uint route[]; };
 
 uint tile_row;     // first weight row of the tile, within its matrix
 uint tile_matrix;  // first row of this expert
-uint tile_column;  // first column of the tile; grouped: place in the sorted slots
+uint tile_column;  // first column of the tile; grouped: position in the sorted slots
 uint tile_count;   // columns in this tile
 uint tile_number;  // number of the column tile
 uint first_unit;   // the units that this workgroup sums over (split-K)

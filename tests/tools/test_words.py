@@ -45,6 +45,7 @@ OLD_NAMES = {
     r"(?<![\"\w])jobs?(?![\"\w])|\b(Gemm|Prompt|Attention)?Jobs?\b|\b\w+_jobs?\b|\bjobs?_\w+": "problem, task, request",
     r"(?i)\brows? (of )?(a|one|its|each) slot\b|\bthread's slot\b|\bslot's (lanes|rows)\b": "row group",
     r"\bwho (rotates|rounds|packs|repacks|chooses the|overrides)\b|\bwhoever (makes|waits|reads)": "which kernel",
+    r"(?i)\b(when|is|be) (it is )?first asked for\b|\btold what is\b|\bcan be said\b|\bare told\b": "reported, requested",
     r"(?i)\btok(ens?)?/s\b(?! total=)": "t/s, as in the tables (`[metrics] tok/s total=` is the form of a profile's log)",
 }
 """Regular expressions, each with what to write instead."""
@@ -128,6 +129,8 @@ def test_old_names_are_found_nowhere() -> None:
         "prompt_job(x)",
         "PromptJob",
         "two rows a slot",
+        "measured when first asked for",
+        "on_wait: told what is waited for",
         "who packs activations",
         "whoever makes it",
     ],

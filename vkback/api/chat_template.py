@@ -97,7 +97,7 @@ def joined(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation becomes text. stops: strings that end a reply beside those asked for."""
+    """How a conversation becomes text. stops: strings that end a reply beside those requested."""
 
     template: str
     stops: tuple[str, ...] = ()

@@ -298,7 +298,7 @@ class Device:
 
     @cached_property
     def read_rate(self) -> float:
-        """GB/s that the device reads, measured when first asked for."""
+        """GB/s that the device reads, measured at the first request."""
         return measure_read_rate(self.raw, self._library).gb_s
 
     # -- tensors

@@ -34,7 +34,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 class Params(dict[str, Any]):
-    """Parameters of a node, which remember what was asked for. unread: names that nobody has."""
+    """Parameters of a node, which remember what was read. unread: names that nobody has."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__(given)

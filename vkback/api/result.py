@@ -12,7 +12,7 @@ these."""
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds and tokens. Compile time is told apart and is in no speed.
+    """Seconds and tokens. Compile time is separate and is in no speed.
 
     compile_s      kernels made ready
     reused_tokens  of the prompt that were in the KV cache already

@@ -91,7 +91,7 @@ class AttentionTask:
 
 @dataclass
 class _RecordingTuning:
-    """Tables that record which shapes of attention they were asked for."""
+    """Tables that record for which shapes of attention they were queried."""
 
     tables: Chooser
     shapes: dict[AttentionShape, None] = field(default_factory=dict)

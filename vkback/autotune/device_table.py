@@ -24,7 +24,7 @@ def table_lock(caps: Capabilities, folder: Path, waits: Callable[[str], object])
     disturb each other's times. The lock goes with the process, however that ends.
 
     folder  where they are, the user's own
-    waits   told once what is waited for, where another run has the lock
+    waits   called once with what is waited for, where another run has the lock
     Raises SweepError where the lock's file cannot be written.
     """
     path = folder / device_table(caps)

@@ -144,7 +144,7 @@ class GemmTrial:
 class Gemms:
     """Products of several tokens as a `Tunable`. The incumbent is what the tables that come with vkback say.
 
-    tasks        all that will be asked for: those of one weight share its copies on the device
+    tasks        all that will be requested: those of one weight share its copies on the device
     cold_bytes  weights in rotation, more than any cache holds
     quickest    by task and kernel, the shortest time measured so far, in microseconds
     """

@@ -57,7 +57,7 @@ FIRST_TOLERANCE = linear_tolerance(q8_in=True, q8_out=True, glu=True)
 """Of the first tensor that a changed kernel makes, from inputs of the same bits: the widest bound of any GEMV."""
 
 RUNS = 3
-"""Runs of a recording in one measurement, for each repetition asked for."""
+"""Runs of a recording in one measurement, for each repetition requested."""
 
 KEPT_PROGRAMS = 8
 """As many as a duel, or a second measurement of the best points, takes turns with."""

@@ -48,7 +48,7 @@ _VALUED, _FLAGS, _FETCHING = (frozenset(name for names in group for name in name
 
 
 class BenchCommand(Command):
-    """vkbench: what llama-bench knows and has no meaning here is said once on stderr, and left out."""
+    """vkbench: what llama-bench knows and has no meaning here is reported once on stderr, and left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:

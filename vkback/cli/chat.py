@@ -211,7 +211,7 @@ class Conversation:
         self.model.chat_ids([*self._system, {"role": "user", "content": "Hello"}], self.template)
 
     def take(self, line: str) -> None:
-        """A message, or a command. Errors are told, and the conversation goes on as if the line had not come."""
+        """A message, or a command. Errors are printed, and the conversation goes on as if the line had not come."""
         try:
             unicode_text(line, "this message")
             if line.startswith("//"):

@@ -15,7 +15,7 @@ from typing import Self
 from vkback.paths import remove_parts
 
 PATIENCE_S = 4.0
-"""How long a command that was told to end may take to close what it has open. A CPU driver may run one kernel for minutes."""
+"""How long a command that was interrupted may take to close what it has open. A CPU driver may run one kernel for minutes."""
 
 FLUSH_S = 0.5
 

@@ -42,7 +42,7 @@ def top(ctx: typer.Context, version: VersionOption = False) -> None:
 
 
 def app_of(asked: str | None = None) -> typer.Typer:
-    """A command line with all commands; where one is asked for, only that one is imported: the others take longer than its own start."""
+    """A command line with all commands; where one is named, only that one is imported: the others take longer than its own start."""
     app = new_app("GGUF models on any Vulkan device: run, inspect, compare, train. Speed is measured by vkbench.")
     app.callback(invoke_without_command=True)(top)
     for name, (place, summary) in COMMANDS.items():

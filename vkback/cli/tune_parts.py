@@ -106,7 +106,7 @@ def _in_program(model: str, ctx: LowerContext) -> list[Task]:
 
 
 def _problems(request: TuneRequest, tokens: Iterable[int], default: str, ctx: LowerContext) -> Iterator[tuple[LinearProblem, int]]:
-    """The products asked for, with how often each comes in a model. default: weight types, where none were named."""
+    """The requested products, with how often each comes in a model. default: weight types, where none were named."""
     from vkback.autotune.problem import LinearProblem
 
     if request.cases is not None:

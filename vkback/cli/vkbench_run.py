@@ -39,7 +39,7 @@ def measure(
 ) -> tuple[int, ...]:
     """Nanoseconds of each repetition. Compiling, and filling the cache to the test's depth, are not in the time.
 
-    note  told what is being done, for a progress display
+    note  called with what is being done, for a progress display
     Random tokens come from `seed`, so every repetition and every run processes the same ones. Raises EngineError where the logits, or what
     the caches hold, are no numbers.
     """

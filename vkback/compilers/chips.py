@@ -1,7 +1,7 @@
 """Published facts of chips, for predictions of kernels that nobody could run: units, clock, lanes, memory rate.
 
-From the vendors' product pages, as TechPowerUp's GPU database repeats them; boost or game clock where two are told. NVK's shim stands for a
-family, which the card named here represents. Where nothing is published a chip is not here, and nothing is predicted.
+From the vendors' product pages, as TechPowerUp's GPU database repeats them; boost or game clock where two are given. NVK's shim stands for
+a family, which the card named here represents. Where nothing is published a chip is not here, and nothing is predicted.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def figures(
     code: bool = True,
     spec_of: Callable[[Dispatch], KernelSpec] | None = None,
 ) -> Figures:
-    """All that can be said of a dispatch's kernel on an open device (`statistics=True`).
+    """All that is known of a dispatch's kernel on an open device (`statistics=True`).
 
     code     read the machine code, too
     spec_of  compiles a dispatch's shader: for drivers that print no machine code, whose loops are seen by compiling shorter walks

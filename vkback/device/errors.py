@@ -35,7 +35,7 @@ class Timeout(DeviceError):  # noqa: N818
 
 
 class FeatureMissing(DeviceError):  # noqa: N818
-    """The device, driver or loader lacks something that was required or asked for."""
+    """The device, driver or loader lacks something that was required or requested."""
 
 
 class CompileOnly(DeviceError):  # noqa: N818

@@ -276,7 +276,7 @@ class PipelineCacheFile:
     """A VkPipelineCache kept on disk, one file per device and driver.
 
     The file is a SHA-256 of the driver's data, then the data: drivers have crashed on damaged caches. Losing it costs only compile time, so
-    a file that cannot be read is ignored, and one that cannot be written is told of once.
+    a file that cannot be read is ignored, and one that cannot be written is reported once.
     """
 
     def __init__(self, driver: Driver, caps: Capabilities) -> None:

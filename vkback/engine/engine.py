@@ -108,7 +108,7 @@ class Engine:
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
         weights = others | self._tensors("weight")
         try:
-            # The cache before the weights: a context that does not fit is to be said before minutes of loading.
+            # The cache before the weights: a context that does not fit is reported before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
             loaded = self._load(weights, meanwhile, options.repack)
@@ -248,7 +248,7 @@ class Engine:
 
     @property
     def tuning(self) -> str:
-        """What tells the tuning tables of this engine, and what overrides them, from others."""
+        """What identifies the tuning tables of this engine and what overrides them."""
         return identity(self.ctx.tuning)
 
     @property
@@ -541,8 +541,8 @@ class Engine:
         Ends early at an end-of-text token, which is yielded, if stop_at_eos.
         on_logits  called before each token with the logits of the model that it was picked from, float32 [n_vocab]; then a submit makes one
                    token, which changes no token and costs speed
-        constraint  asked before each token which may come, and told which came; ends the text when it has ended. A submit makes one token
-        Raises EngineError when the context is full or the logits are not numbers.
+        constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
+        token Raises EngineError when the context is full or the logits are not numbers.
         """
         sampler = sampler or Sampler()
         kind = loop_kind(sampler, constraint is not None)
@@ -594,7 +594,7 @@ class Engine:
                 if status == STATUS_EOS or (constraint is not None and constraint.ended):
                     return
         finally:
-            with contextlib.suppress(DeviceLost):  # of which the wait above has told
+            with contextlib.suppress(DeviceLost):  # which the wait above has reported
                 for ticket, _, _ in flying:
                     ticket.wait()
             # Recurrent states cannot go back: note that the device is ahead of what was yielded.

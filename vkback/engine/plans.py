@@ -1,4 +1,4 @@
-"""Schedules of a model on a device: planned when they are first asked for, and anew where the device or a text turns out to need others."""
+"""Schedules of a model on a device: planned at the first request, and anew where the device or a text turns out to need others."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class Prompts:
                     yield len(piece), recording.size
 
     def _submit(self, recording: _Recording, on_part: Callable[[float], None]) -> None:
-        """Run a recording to its end. on_part: told the share of it that each submit was."""
+        """Run a recording to its end. on_part: called with the share of it that each submit was."""
         whole = sum(recording.predicted_us)
         begun = time.perf_counter()
         tickets = [self.device.submit(part) for part in recording.parts]

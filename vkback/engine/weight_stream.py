@@ -162,8 +162,8 @@ class WeightStream:
     def run(self, on_bytes: OnBytes, on_wait: OnWait, stopped: Callable[[], bool]) -> None:
         """Read, copy and repack everything.
 
-        on_bytes  told the bytes of the file of each chunk
-        on_wait   told what is waited for from now on: "reading" or "uploading"
+        on_bytes  called with the bytes of the file of each chunk
+        on_wait   called with what is waited for from now on: "reading" or "uploading"
         stopped   asked before each chunk; the rest is left out
         """
         begun = time.perf_counter()

@@ -192,7 +192,7 @@ def chosen_as(logits: Array, bias: Sequence[Array], params: Mapping[str, object]
 
 
 class Weights:
-    """The weights of one node, decoded when first asked for; of stacks of experts those that were chosen."""
+    """The weights of one node, decoded at the first request; of stacks of experts those that were chosen."""
 
     def __init__(self, model: Model, node: Node) -> None:
         self._model, self._node = model, node

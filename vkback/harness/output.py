@@ -85,7 +85,7 @@ Style = Callable[[str, str], str]
 
 @dataclass(frozen=True)
 class About:
-    """What a run's results have in common. tuning: what tells the tuning tables from others (vkback/tuning/lookup.py)."""
+    """What a run's results have in common. tuning: what identifies the tuning tables (vkback/tuning/lookup.py)."""
 
     backend_name: str
     device: str
@@ -104,7 +104,7 @@ MAX_REASONS = 3
 
 
 def with_reasons(row: str, reasons: str) -> list[str]:
-    """A row of a table with what is to be said of it: beside it where a terminal has room, else below."""
+    """A row of a table with a remark on it: beside it where a terminal has room, else below."""
     if not reasons:
         return [row.rstrip()]
     if len(row) + 2 + len(reasons) <= WIDTH:

@@ -139,7 +139,7 @@ class Adapter:
 
     @cached_property
     def name(self) -> str:
-        """What tells it from others: file name, a hash of what it holds, and its scale."""
+        """What identifies it: file name, a hash of what it holds, and its scale."""
         return f"{self.path.name} {fingerprint(self.file)[:12]} times {self.scale:g}"
 
     def delta(self, weight: str) -> npt.NDArray[np.float64]:

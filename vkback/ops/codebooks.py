@@ -27,7 +27,7 @@ declare(
 )
 
 IN_PAIRS: dict[str, str | int] = {"CODE_PAIRS": 1}
-"""What kernels are told of a weight in pairs."""
+"""Defines and constants for a weight in pairs."""
 
 
 def in_pairs(quant: str, k: int, tables: Chooser) -> bool:

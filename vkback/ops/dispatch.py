@@ -47,7 +47,7 @@ class SpinWaits:
     counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier
     arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
-    specialized  the kernel is told by specialization constants, not by defines (vkback/plan/sync.py, CONSTANTS), and its shader declares
+    specialized  the kernel gets this in specialization constants, not in defines (vkback/plan/sync.py, CONSTANTS), and its shader declares
               the buffers of arrivals, of those expected, and of the state of spin-waits
     """
 

@@ -57,7 +57,7 @@ def laid_out(shape: tuple[int, ...], order: tuple[int, ...] = (), *, gap: int = 
     """A tensor that holds values of this shape in another order, and the view that finds them there.
 
     order  axes from the slowest to the one whose neighbours lie together, default as they are
-    gap    values that nobody asked for, half of them in front of each row of that last axis and half behind it
+    gap    values that no reader needs, half of them in front of each row of that last axis and half behind it
     """
     order = order or tuple(range(len(shape)))
     inner = (*(shape[axis] for axis in order[:-1]), shape[order[-1]] + gap)

@@ -36,7 +36,8 @@ EVEN_SIGNS = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uin
 
 @cache
 def _gguf_grid(name: str, index_bits: int) -> npt.NDArray[np.int8]:
-    """int8 [2^index_bits, 8 or 4]. The grids are part of the format and kilobytes long: taken from its own package, when asked for."""
+    """int8 [2^index_bits, 8 or 4]. The grids are part of the format and kilobytes long: taken from its own package, at the first
+    request."""
     from gguf import quants as tables
 
     source = getattr(tables, name)

@@ -78,7 +78,7 @@ def _dot(a: F32, b: F32, weights: Weights) -> F32:
 
 
 def _inverse_determinant(a: F32, b: F32, c: F32) -> F32:
-    """1 / (a b - c c), and 0 where the difference is rounding noise: the two unknowns cannot be told apart."""
+    """1 / (a b - c c), and 0 where the difference is rounding noise: the two unknowns cannot be separated."""
     product = a * b
     determinant = product - c * c
     determinant[determinant <= np.float32(4e-6) * product] = 0

@@ -71,7 +71,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Change:
-    """Whether a speed has changed. beats_noise is None where nothing can be said: single repetitions."""
+    """Whether a speed has changed. beats_noise is None where nothing is known: single repetitions."""
 
     beats_noise: bool | None
     reason: str
@@ -79,7 +79,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """One test in both results. `settings` are the parameters that had to be told apart; `beside` has other results for the same test, by
+    """One test in both results. `settings` are the parameters in which tests differ; `beside` has other results for the same test, by
     what they are called, None where they lack it."""
 
     model: str

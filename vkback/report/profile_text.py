@@ -13,7 +13,7 @@ from vkback.timing.profile import CLOCKS, KernelCost, Phase
 from vkback.timing.profile_model import Profile
 
 TOP = 24
-"""Lines of a table, unless all are asked for."""
+"""Lines of a table, unless all are requested."""
 
 RULE = "─" * 50
 

@@ -289,7 +289,7 @@ def _place(kind: type[BaseModel], error: ErrorDetails) -> Place:
     expected = "an object"
     for part in error["loc"]:
         if model is None:
-            break  # within a value that is told whole
+            break  # within a value that is reported whole
         field = next((f for name, f in model.model_fields.items() if part == (f.alias or name)), None)
         if field is not None:
             path.append(part)

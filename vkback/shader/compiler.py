@@ -206,7 +206,7 @@ def _attempt(compiler: Compiler, source: str, optimize: bool) -> bytes | GlslErr
 
 
 def _file_stamp(library: str) -> str:
-    """Which file the loader means by a library's name, by size and time; "" when it cannot be told."""
+    """Which file the loader means by a library's name, by size and time; "" when it is not known."""
     for line in _loaded_libraries():
         if library in line:
             stat = Path(line).stat()

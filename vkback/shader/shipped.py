@@ -36,7 +36,7 @@ class Archive:
 
 
 class Shipped:
-    """The archives of a shaders folder, each read when a kernel of its group is first asked for."""
+    """The archives of a shaders folder, each read at the first request for a kernel of its group."""
 
     def __init__(self, shaders: Path) -> None:
         self._folder = shaders / FOLDER / ORDINARY

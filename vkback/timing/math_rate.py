@@ -65,7 +65,7 @@ def measure_math_rate(device: Device, library: ShaderLibrary, kernel: GemmKernel
 
 
 class MathRates:
-    """Rates of a device, each measured when it is first asked for."""
+    """Rates of a device, each measured at the first request."""
 
     def __init__(self, device: Device, library: ShaderLibrary) -> None:
         self._device, self._library = device, library

@@ -70,7 +70,7 @@ class Profile:
 
     model_bytes   of all tensors
     math          the rate of the prompt's main kernel
-    tuning        what tells the tuning tables from others
+    tuning        what identifies the tuning tables
     """
 
     model: str

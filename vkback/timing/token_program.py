@@ -44,7 +44,7 @@ def is_barrier_free(model: Model, ctx: LowerContext) -> bool:
 
 
 def fitting_depth(model: Model, n_ctx: int | None, depth: int) -> int:
-    """The depth at which tokens are timed: as asked for, with room left in the cache for those that are timed."""
+    """The depth at which tokens are timed: as requested, with room left in the cache for those that are timed."""
     return min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
 
 

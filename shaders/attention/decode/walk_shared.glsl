@@ -10,7 +10,7 @@ uint half_now = 0;
 float score_max[QUERIES], weight_sum[QUERIES];
 vec4 sum[QUERIES][2];
 
-// This lane's part of the scores of one row of K.
+// This lane's share of the scores of one row of K.
 void score_parts(RAW8 row[K_PARTS], uint tid, out float score[QUERIES]) {
     [[unroll]] for (uint i = 0; i < QUERIES; i++) score[i] = 0.0;
     [[unroll]] for (uint j = 0; j < K_PARTS; j++) {

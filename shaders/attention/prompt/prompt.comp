@@ -4,7 +4,7 @@
 //   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
 // Bindings and tiles: attention/prompt/prompt_iface.glsl. A row of cache_v has VD values, and rows are 8 V_PITCH values apart: more than VD where V
-// is the first part of K's rows (MLA). SPLIT_Q: Q is in two tensors as in attention/decode/attention.comp, q_pe at binding 6.
+// is the first slice of K's rows (MLA). SPLIT_Q: Q is in two tensors as in attention/decode/attention.comp, q_pe at binding 6.
 //
 // A workgroup takes a tile of TILE_Q queries and walks all rows that any of them sees, in blocks of ROWS. Blocks begin at multiples of ROWS, so
 // that a token's bits do not depend on the other tokens of its tile. LANES neighbouring threads share a query: each holds quads (four values)

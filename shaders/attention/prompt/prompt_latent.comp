@@ -3,8 +3,8 @@
 // are the row of V. Otherwise as attention/prompt/prompt_matrix.comp: f16 queries, rows and weights; f32 sums, maxima and exponentials.
 //
 // Bindings and queries: attention/prompt/prompt_iface.glsl; cache_v is cache_k. Rows are long (576 values for DeepSeek-V2), more than the registers of
-// a subgroup can hold. So PARTS subgroups share FM queries; each holds a part of the queries' values and makes a part of the output columns:
-//   its part of the scores   S [FM x ROWS] = Q [FM x WIDTH / PARTS] K^T; all PARTS add up the parts through shared memory, in one order
+// a subgroup can hold. So PARTS subgroups share FM queries; each holds a slice of the queries' values and makes a part of the output columns:
+//   its slice of the scores  S [FM x ROWS] = Q [FM x WIDTH / PARTS] K^T; all PARTS add up the parts through shared memory, in one order
 //   weights                  P = exp2(S - maximum); each subgroup computes them all, with the same result
 //   its columns              O [FM x VD / PARTS] = O * exp2(old maximum - new maximum) + P V
 // A block of ROWS rows lies in shared memory once, for K and V, while the next one is prefetched into registers.
@@ -97,7 +97,7 @@ void load_queries(uint query0) {
     barrier();
 }
 
-// Stores this subgroup's part of a block's scores in shared memory.
+// Stores this subgroup's slice of a block's scores in shared memory.
 void put_score_part() {
     MATRIX_SUM score[NS];
     [[unroll]] for (uint s = 0; s < NS; s++) score[s] = MATRIX_SUM(0.0);
@@ -111,7 +111,7 @@ void put_score_part() {
         coopMatStore(score[s], score_parts, gl_SubgroupID * SCORE_WORDS + s * (FN / 4), SCORE_PITCH, gl_CooperativeMatrixLayoutRowMajor);
 }
 
-// Loads the whole scores: the parts of all subgroups that share the queries, added in a fixed order.
+// Loads the whole scores: the slices of all subgroups that share the queries, added in a fixed order.
 void take_scores(out MATRIX_SUM score[NS]) {
     const uint first = gl_SubgroupID / PARTS * PARTS * SCORE_WORDS;
     [[unroll]] for (uint s = 0; s < NS; s++) {

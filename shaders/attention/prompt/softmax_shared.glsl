@@ -1,7 +1,7 @@
 // Online softmax of attention/prompt/prompt_matrix.comp through shared memory, for devices where it is unknown which elements of a matrix a lane
 // holds. Sums of weights are kept per element and added up over each row at the end.
 
-// Maximum and sum of a lane's part of its matrix row in scratch; the row is turn + lane / REDUCE_LANES.
+// Maximum and sum of a lane's share of its matrix row in scratch; the row is turn + lane / REDUCE_LANES.
 float part_max(uint at) {
     float found = MASKED;
     [[unroll]] for (uint i = 0; i < FN / 4 / REDUCE_LANES; i++) {

@@ -33,7 +33,7 @@ void derivatives(uint sequence, uint head, uint q0, uint k0, out float weight[4]
     }
 }
 
-// Stores this thread's part of a tile in `weights`.
+// Stores this thread's share of a tile in `weights`.
 #define PUT_WEIGHTS(TILE)                                           \
     [[unroll]] for (uint i = 0u; i < 4u; i++)                       \
         [[unroll]] for (uint j = 0u; j < 4u; j++) weights[(4u * ty + i) * PITCH + 4u * tx + j] = TILE[i][j];

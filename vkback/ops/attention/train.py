@@ -4,7 +4,7 @@
     FLASH_ATTN_BACK  dy, q, k, v, y, lse -> dq, dk, dv
                      params: scale [, causal (True), window (0), sequences (1), softcap (0)]
 
-The n tokens are `sequences` sequences of the same length, one after the other. The token at place i of a sequence sees places
+The n tokens are `sequences` sequences of the same length, one after the other. The token at position i of a sequence sees places
 max(0, i + 1 - window) .. i of it, all up to i without a window, and the whole sequence where causal is False.
 lse is the logarithm of the sum of exp(score) of a row.
 

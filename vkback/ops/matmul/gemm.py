@@ -135,7 +135,7 @@ def _coop_spec(problem: Gemm, shape: GemmShape, y_type: int, caps: Capabilities)
 
 
 def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> list[Dispatch]:
-    """A dispatch of shaders/gemm/coop_mat.comp, and with split-K one that adds up the parts."""
+    """A dispatch of shaders/gemm/coop_mat.comp, and with split-K one that adds up the slices."""
     rows = problem.m if problem.route is not None or problem.transposed else shard.rows
     # A slice of K is at least one unit.
     split = min(shape.split_k, ceil_div(problem.k, UNIT))

@@ -63,7 +63,7 @@ def pack_f16(
 
     n        columns: tokens, or with a route slots
     eps      given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
-    routes   of a grouped product: columns are the places of its tiles
+    routes   of a grouped product: columns are the positions in its tiles
     factors  F32 [rows], with eps: 1 / rms of each row; stored here for others (stores_factors), or as another launch has stored them
     by_rows  each row is multiplied by a power of two of its own, which brings its largest value to 2^13 or just above; what undoes it is
              stored in `factors`. There is no norm then
