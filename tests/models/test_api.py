@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import re
 import sys
@@ -619,6 +620,11 @@ def test_a_profile_has_a_phase_for_the_prompt_and_one_for_the_tokens(model: vkba
     shown = str(found)
     assert shown == "\n".join(report(found)) and "Kernels chosen" in shown and max(map(len, shown.splitlines())) <= 80
     assert repr(found) == f"<profile of {model.description} on {found.device}: {', '.join(p.name for p in found.phases)}; print() shows it>"
+    with monkeypatch.context() as on:
+        on.setattr("sys.stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+        print(found, flush=True)
+        plain = written.getvalue().decode("ascii")
+    assert not shown.isascii() and [*map(len, plain.splitlines())] == [*map(len, shown.splitlines())]
     html = found._repr_html_()
     assert html.startswith('<iframe srcdoc="') and unescape(html.split('"')[1]) == page(found)
     assert session.generate(max_tokens=1).tokens == want

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from html import escape
 
 from vkback.timing import profile_model
+
+PLAIN = str.maketrans({"─": "-", "├": "|", "└": "`", "│": "|"})
+"""The lines of tables and trees, for a stdout that lacks them."""
 
 
 class Profile(profile_model.Profile):
@@ -18,7 +22,12 @@ class Profile(profile_model.Profile):
     def __str__(self) -> str:
         from vkback.report.profile_text import report
 
-        return "\n".join(report(self))
+        text = "\n".join(report(self))
+        try:
+            text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+        except UnicodeEncodeError:  # print() would raise it, after minutes of measuring
+            return text.translate(PLAIN).encode("ascii", "backslashreplace").decode()
+        return text
 
     def __repr__(self) -> str:
         return f"<profile of {self.model} on {self.device}: {', '.join(phase.name for phase in self.phases)}; print() shows it>"
