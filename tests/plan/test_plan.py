@@ -215,16 +215,16 @@ def test_limits_are_said_with_node_and_cure(models: Callable[[str], Model]) -> N
     with pytest.raises(PlanError, match=r"cache_k_l0 F16\[2, 600000, 64\].* 153600000 bytes.*binds at most 134217728 .*a smaller context"):
         schedule(models("demo-dense"), ctx, "greedy", n_ctx=600000)
 
-    def refused(**changes: Any) -> str:
+    def refused(n_ctx: int = 64, **changes: Any) -> str:
         with pytest.raises(PlanError) as e:
-            schedule(models("demo-dense"), dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, **changes)), "greedy", n_ctx=64)
+            schedule(models("demo-dense"), dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, **changes)), "greedy", n_ctx=n_ctx)
         return str(e.value).partition(": ")[2]
 
     assert refused(max_storage_bindings=2) == "3 storage buffers, the device takes 2 (maxPerStageDescriptorStorageBuffers)"
     assert refused(max_push_constants=8).endswith("bytes of push constants, the device takes 8")
     limit = "workgroups, the device takes (8, 8, 8) (maxComputeWorkGroupCount)"
     assert refused(max_workgroup_count=(8, 8, 8)).endswith(f"{limit}; take fewer tokens at once")
-    assert "64 rows exceed the 4096 bytes" in refused(max_storage_buffer_range=4096)
+    assert "64 rows exceed the 4096 bytes" in refused(n_ctx=16, max_storage_buffer_range=4096), "a cache that fits"
 
 
 def test_weights_beyond_the_range_are_cut_into_shards(models: Callable[[str], Model]) -> None:
