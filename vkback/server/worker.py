@@ -80,7 +80,7 @@ class Worker:
 
     def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True, alias: str | None = None) -> None:
         """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before. alias: what
-        clients may call the model beside its file's name; replies have them."""
+        clients may call the model beside its file's name; replies give it, too."""
         self._load, self._max_queue, self._reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
         file_name = self._model.name.removesuffix(".gguf")
