@@ -127,7 +127,7 @@ def test_what_the_line_of_a_case_says_of_path_and_tables_holds() -> None:
     [
         (("NOPE(m=1)",), "NOPE: no such op. Did you mean ROPE? Known are "),
         (("ROPE(m=1)",), "ROPE: no parameter is called m; known are mode, ne, n_dims, pos, ff, seed, freq_base, "),
-        (("MUL_MAT(type_a=q4_K,m=1)",), "[case] MUL_MAT(type_a=q4_K,m=1): k is missing"),
+        (("MUL_MAT(type_a=q4_K,m=1)",), "MUL_MAT: parameter k is missing"),
         (("MUL_MAT(type_a=q4_K,m=1,k=256)", "--device", "0", "--profile", "x"), "--device and --profile exclude each other"),
     ],
 )
@@ -148,7 +148,8 @@ def adjusted(ctx: LowerContext, case: str, **params: int | str) -> list[str]:
         "groups": "per_tile",
         "subgroup": "default",
     }
-    dispatch = OPS["LINEAR"].lower(node_of(case), with_params(ctx, **(base | params)))[-1]
+    node = node_of(case)
+    dispatch = OPS[node.op].lower(node, with_params(ctx, **(base | params)))[-1]
     assert dispatch.config is not None
     return list(map(str, dispatch.config.adjustments))
 

@@ -7,11 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from vkback import quants
 from vkback.harness.cases import GGML_LINES, find_case, full_cases, known_cases, make_case, perf_cases, quick_cases
 from vkback.harness.perf import groups, with_tokens
 from vkback.ops.case import Case
 from vkback.ops.case_line import CaseLineError, parse_line, split_lines
 from vkback.ops.ggml_words import type_word
+from vkback.ops.lowering import PlanError
 from vkback.ops.matmul.linear_cases import ROUTES, mul_mat_case, mul_mat_id_case
 from vkback.ops.matmul.linear_node import INT_QUANTS, QUANTS
 from vkback.ops.op import OPS
@@ -153,3 +155,25 @@ def test_the_full_set_has_lines_of_ggml() -> None:
     made = {line: find_case(line).line for line in listed if line.partition("(")[0] in OPS}
     assert len(made) > 490 and set(made.values()) <= {case.line for case in FULL}
     assert all(ours.startswith(line[:-1]) for line, ours in made.items())
+
+
+def test_a_case_has_its_node_without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As explain and tune take it: a weight of 2 GB is not made up for them."""
+    lines = [
+        "MUL_MAT(type_a=Q4_K,m=96,n=3,k=512,type_b=q8_1,seed=7)",
+        "MUL_MAT_ID(type_a=Q8_0,n_mats=6,n_used=3,m=96,n=2,k=256,b=0)",
+        "LINEAR(type_a=Q4_K,m=96,n=1,k=256,fused=norm+logits,glu=1,out=q8_1)",
+        "LINEAR(type_a=Q4_K,m=96,n=2,k=256,fused=norm+post_norm+post_residual)",
+    ]
+    assert find_case("MUL_MAT(type_a=Q4_K,m=8,k=256)") == find_case("MUL_MAT(type_a=Q4_K,m=8,n=1,k=256)"), "one token where it does not say"
+    built = [find_case(line).build().node for line in lines]
+    monkeypatch.setattr(quants, "random_blocks", None)
+    assert [find_case(line).node() for line in lines] == built
+    with pytest.raises(PlanError, match="give rows of whole blocks"):
+        find_case("LINEAR(type_a=Q4_K,m=96,n=1,k=100)").node()
+
+
+@pytest.mark.parametrize("line", ["LINEAR(type_a=Q4_K,m=0,n=1,k=256)", "LINEAR(type_a=Q4_K,m=8,n=1,k=256,fused=ids,n_mats=2,n_used=3)"])
+def test_a_product_without_values_is_no_case(line: str) -> None:
+    with pytest.raises(CaseLineError, match="expected sizes from 1, n_used up to n_mats"):
+        find_case(line)

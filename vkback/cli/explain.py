@@ -66,17 +66,9 @@ def explain(
 def node_of(case: str) -> Node:
     """The node of a case. Raises CaseLineError for an unknown op and for parameters that make no case, PlanError for one that this project
     cannot run."""
-    import vkback.ops  # noqa: F401  registers every op
-    from vkback.autotune.problem import KEYS, OPS_WITH_SHAPE, LinearProblem
-    from vkback.harness.cases import make_case
-    from vkback.ops.case_line import parse_line
-    from vkback.ops.matmul.linear_cases import LAYOUT_DEFAULTS, layout_params
+    from vkback.harness.cases import find_case
 
-    name, params = parse_line(case)
-    plain = params.keys() <= {*KEYS, *LAYOUT_DEFAULTS} and not layout_params(params) and params.get("type_b") not in ("f16", "bf16")
-    if name in OPS_WITH_SHAPE and plain:  # without values, of which a weight has many
-        return LinearProblem.parse(case).node()
-    return make_case(name, params).build().node
+    return find_case(case).node()
 
 
 def context_for(case: str, ctx: LowerContext) -> LowerContext:

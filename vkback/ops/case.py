@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from vkback.ops.case_line import line_of
 from vkback.ops.family import table_word
 from vkback.ops.lowering import PlanError, Sync
 from vkback.quants import QuantShapeError
+
+BuiltT = TypeVar("BuiltT")
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -56,12 +58,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """One seeded case. `line` reruns it: OP(key=value,...,seed=N)."""
+    """One seeded case. `line` reruns it: OP(key=value,...,seed=N). bare: makes its node alone, where the values are many."""
 
     op: str
     params: Mapping[str, Any]
     make: Callable[[np.random.Generator], Problem] = field(compare=False, hash=False)
     seed: int = 0
+    bare: Callable[[], Node] | None = field(default=None, compare=False, hash=False)
 
     @property
     def line(self) -> str:
@@ -69,8 +72,15 @@ class Case:
 
     def build(self) -> Problem:
         """Its node and values. Raises PlanError where there are none: rows of a quantized type that are no whole blocks."""
+        return self._whole_blocks(lambda: self.make(np.random.default_rng(self.seed)))
+
+    def node(self) -> Node:
+        """Its node, without values where it can be made so. Raises PlanError as `build` does."""
+        return self._whole_blocks(self.bare) if self.bare else self.build().node
+
+    def _whole_blocks(self, make: Callable[[], BuiltT]) -> BuiltT:
         try:
-            return self.make(np.random.default_rng(self.seed))
+            return make()
         except QuantShapeError as error:
             raise PlanError(f"{self.op}: {error}; give rows of whole blocks") from error
 

@@ -29,7 +29,7 @@ def _renamed(case: Case, op: str) -> Case:
         node = problem.node
         return dataclasses.replace(problem, node=Node(op, node.inputs, node.outputs, node.params))
 
-    return dataclasses.replace(case, op=op, make=make)
+    return dataclasses.replace(case, op=op, make=make, bare=None)
 
 
 class _W4(MulMat):

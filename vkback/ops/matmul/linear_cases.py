@@ -22,6 +22,12 @@ Change = Callable[[Problem], Problem]
 DEFAULT_EXPERTS = (6, 3)
 """Experts, and how many a token uses, where the line of a LINEAR does not say."""
 
+UNSAID: dict[str, Any] = {"n": 1}
+"""Parameters that a line of MUL_MAT and LINEAR need not have: one token."""
+
+UNSAID_OF_EXPERTS: dict[str, Any] = {**UNSAID, "n_mats": DEFAULT_EXPERTS[0], "n_used": DEFAULT_EXPERTS[1]}
+"""The same of MUL_MAT_ID."""
+
 ROUTES = ("shuffled", "one", "last", "repeat")
 """Which experts the tokens of a case choose: any; all tokens the same; only the last ones, so that others are never chosen; one expert in
 every slot of a token."""
@@ -60,10 +66,14 @@ def _amended(case: Case, changes: list[Change], **shown: Any) -> Case:
 def _quantized_x(problem: Problem) -> Problem:
     """x as Q8_1 bytes: the reference then sees what the kernel sees."""
     node = problem.node
-    w, x, *rest = node.inputs
+    x = node.inputs[1]
     data = quants.q8_1_quantize(problem.values[x.name].reshape(-1, x.shape[-1]))
-    x8 = dataclasses.replace(x, type="Q8_1")
-    return Problem(Node(node.op, (w, x8, *rest), node.outputs, node.params), {**problem.values, x.name: data})
+    return Problem(_of_q8_1(node), {**problem.values, x.name: data})
+
+
+def _of_q8_1(node: Node) -> Node:
+    w, x, *rest = node.inputs
+    return Node(node.op, (w, dataclasses.replace(x, type="Q8_1"), *rest), node.outputs, node.params)
 
 
 def with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: Any) -> Case:
@@ -73,6 +83,8 @@ def with_x(case: Case, type_b: str, act: str, changes: list[Change], **shown: An
             raise CaseLineError(f"{name}={value}: expected one of {', '.join(known)}")
     if type_b == "q8_1":
         changes = [_quantized_x, *changes]
+        if plain := case.bare:
+            case = dataclasses.replace(case, bare=lambda: _of_q8_1(plain()))
         shown["type_b"] = type_b
     if act != "auto":
         shown["act"] = act
@@ -100,13 +112,16 @@ def known_type(name: str) -> str:
 def mul_mat_case(quant: str, m: int, n: int, k: int, *, type_b: str = "f32", act: str = "auto", amax: float = 1.0, seed: int = 7) -> Case:
     """MUL_MAT. type_b: "f32", or "q8_1" for activations that come quantized; amax: the largest of them."""
 
-    def make(rng: np.random.Generator) -> Problem:
+    def node() -> Node:
         w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
-        node = Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
-        return Problem(node, {"w": quants.random_blocks(quant, m, k, rng, std=0.5), "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
+        return Node("MUL_MAT", (w, x), (Tensor("y", "F32", (n, m)),))
+
+    def make(rng: np.random.Generator) -> Problem:
+        w = quants.random_blocks(quant, m, k, rng, std=0.5)
+        return Problem(node(), {"w": w, "x": rng.uniform(-1, 1, (n, k)).astype(np.float32)})
 
     params = {"type_a": type_word(quant), "type_b": "f32", "m": m, "n": n, "k": k, **LAYOUT_DEFAULTS, "seed": seed}
-    return with_x(_scaled(Case("MUL_MAT", params, make, seed), amax), type_b, act, [])
+    return with_x(_scaled(Case("MUL_MAT", params, make, seed, node), amax), type_b, act, [])
 
 
 def mul_mat_id_case(
@@ -128,16 +143,19 @@ def mul_mat_id_case(
     if ids not in ROUTES:
         raise CaseLineError(f"ids={ids}: expected one of {', '.join(ROUTES)}")
 
-    def make(rng: np.random.Generator) -> Problem:
-        w = weight("w", quant, (experts, m, k))
-        x = Tensor("x", "F32", (n, 1 if shared else used, k), "input")
+    x_shape = (n, 1 if shared else used, k)
+
+    def node() -> Node:
+        w, x = weight("w", quant, (experts, m, k)), Tensor("x", "F32", x_shape, "input")
         chosen = Tensor("ids", "I32", (n, used), "input")
-        node = Node("MUL_MAT_ID", (w, x, chosen), (Tensor("y", "F32", (n, used, m)),))
+        return Node("MUL_MAT_ID", (w, x, chosen), (Tensor("y", "F32", (n, used, m)),))
+
+    def make(rng: np.random.Generator) -> Problem:
         return Problem(
-            node,
+            node(),
             {
                 "w": quants.random_blocks(quant, experts * m, k, rng, std=0.5),
-                "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
+                "x": rng.uniform(-1, 1, x_shape).astype(np.float32),
                 "ids": np.stack([rng.permutation(experts)[:used] for _ in range(n)]).astype(np.int32),
             },
         )
@@ -154,7 +172,7 @@ def mul_mat_id_case(
 
     params = {"type_a": type_word(quant), "type_b": "f32", "n_mats": experts, "n_used": used, "b": shared, "m": m, "n": n, "k": k}
     params |= {"amax": 1.0, "m_v": 0, "seed": seed}
-    case = _scaled(Case("MUL_MAT_ID", params, make, seed), amax)
+    case = _scaled(Case("MUL_MAT_ID", params, make, seed, node), amax)
     return with_x(case, type_b, act, [route], **({} if ids == "shuffled" else {"ids": ids}))
 
 
@@ -173,7 +191,9 @@ def linear_node(
     params: Mapping[str, Any] | None = None,
 ) -> Node:
     """A LINEAR of n tokens by a weight of m rows (of one expert), tensors named after their roles; with "ids" or "logits" by `used` of so
-    many experts. params: further ones; with `sum` it stores what the post-norm and its residual make of x."""
+    many experts. params: further ones; with `sum` it stores what the post-norm and its residual make of x. Raises
+    QuantShapeError where k values are no whole blocks."""
+    quants.row_bytes(quant, k)
     more = dict(params or {})
     routed, summed = not {"ids", "logits"}.isdisjoint(roles), "expert_weights" in roles
     w = weight("w", quant, (experts, m, k) if routed else (m, k))
@@ -195,6 +215,25 @@ def linear_node(
     if more.get("sum"):
         outs.append(Tensor("sum", "F32", x.shape))
     return Node("LINEAR", (w, x, *(extra[r] for r in named)), tuple(outs), {"roles": ("w", "x", *named), "glu": glu, "eps": 1e-5, **more})
+
+
+def made_up(node: Node, rng: np.random.Generator, *, first_expert: int = 0, ties: bool = False) -> dict[str, Array]:
+    """Values of a LINEAR: weights of random blocks, all else uniform in -1..1, experts from `first_expert` on drawn without repeats,
+    logits normal (whole numbers with `ties`), a Q8_1 x quantized."""
+    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    w, x = by["w"], by["x"]
+    values: dict[str, Array] = {w.name: quants.random_blocks(w.type, prod(w.shape[:-1]), w.shape[-1], rng, std=0.5)}
+    for t in node.inputs[1:]:
+        values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
+    if "ids" in by:
+        n, used = by["ids"].shape
+        values["ids"] = np.stack([rng.permutation(np.arange(first_expert, w.shape[0]))[:used] for _ in range(n)]).astype(np.int32)
+    if "logits" in by:
+        logits = 3 * rng.standard_normal(by["logits"].shape, np.float32)
+        values["logits"] = np.round(logits) if ties else logits
+    if x.type == "Q8_1":
+        values[x.name] = quants.q8_1_quantize(values[x.name].reshape(-1, x.shape[-1]))
+    return values
 
 
 def fused_case(
@@ -226,29 +265,20 @@ def fused_case(
     choosing = "logits" in roles
     choice = {"gating": gating, "norm_w": norm_w, "ties": ties} if choosing else {}
 
-    def make(rng: np.random.Generator) -> Problem:
+    def node() -> Node:
         more: dict[str, Any] = dict(SWIGLU_OAI) if oai else {}
         more |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
         if choosing:
             more |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
-        node = linear_node(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, params=more)
-        w, x, *inputs = node.inputs
-        values: dict[str, Array] = {
-            "w": quants.random_blocks(quant, prod(w.shape[:-1]), k, rng, std=0.5),
-            "x": rng.uniform(-1, 1, x.shape).astype(np.float32),
-        }
-        for t in inputs:
-            values[t.name] = rng.uniform(-1, 1, t.shape).astype(np.float32)
-        if "ids" in roles:
-            values["ids"] = np.stack([rng.permutation(np.arange(1, experts))[:used] for _ in range(n)]).astype(np.int32)
-        if choosing:
-            logits = 3 * rng.standard_normal((n, experts), np.float32)
-            values["logits"] = np.round(logits) if ties else logits
-        return Problem(node, values)
+        return linear_node(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, params=more)
+
+    def make(rng: np.random.Generator) -> Problem:
+        whole = node()
+        return Problem(whole, made_up(whole, rng, first_expert=1, ties=ties))
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
     activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {})
-    case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed)
+    case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed, node)
     case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
     return split_case(case, split) if split else case
 
@@ -313,7 +343,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         k: int,
         fused: str = "none",
         glu: bool = False,
-        out: Literal["F32", "Q8_1"] = "F32",
+        out: Literal["F32", "Q8_1", "f32", "q8_1"] = "F32",
         oai: bool = False,
         gelu: bool = False,
         gating: str = "softmax",
@@ -331,6 +361,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         unknown = [r for r in roles if r not in FUSED_ROLES]
         if unknown:
             raise CaseLineError(f"fused={fused}: no input is called {unknown[0]}; expected some of {'+'.join(FUSED_ROLES)}, or none")
+        if min(m, n, k) < 1 or not 1 <= n_used <= n_mats:
+            raise CaseLineError(f"m={m}, n={n}, k={k}, n_mats={n_mats}, n_used={n_used}: expected sizes from 1, n_used up to n_mats")
         if sentinels and "residual" not in roles:
             raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
         case = fused_case(
@@ -342,7 +374,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             glu=glu,
             oai=oai,
             gelu=gelu,
-            out=out,
+            out=out.upper(),
             experts=n_mats,
             used=n_used,
             gating=gating,
@@ -355,4 +387,6 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         )
         return with_sentinels(case) if sentinels else case
 
-    return call_with(build, params, op="LINEAR", extra_keys=(), example=lambda: fused_case("Q4_K", 96, 512, 1, ("residual",)).line)
+    return call_with(
+        build, UNSAID | dict(params), op="LINEAR", extra_keys=(), example=lambda: fused_case("Q4_K", 96, 512, 1, ("residual",)).line
+    )

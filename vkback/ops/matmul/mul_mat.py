@@ -33,7 +33,7 @@ from vkback.ops.matmul.case_sets import (
 )
 from vkback.ops.matmul.choice import ProductChoice
 from vkback.ops.matmul.linear import Linear
-from vkback.ops.matmul.linear_cases import known_type, mul_mat_case, mul_mat_id_case, with_x
+from vkback.ops.matmul.linear_cases import UNSAID, UNSAID_OF_EXPERTS, known_type, mul_mat_case, mul_mat_id_case, with_x
 from vkback.ops.matmul.linear_node import QUANTS, weight
 from vkback.ops.op import Op, Tape, register
 from vkback.ops.storage import nbytes
@@ -193,6 +193,9 @@ class MulMat(_Plain):
     def perf_cases(self) -> Iterator[Case]:
         return perf_mul_mat()
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        return super().case(UNSAID | dict(params))
+
     def build_case(
         self,
         type_a: str,
@@ -334,6 +337,9 @@ class MulMatId(_Plain):
         """The dispatch on the copy of w as the tensor that it is."""
         return dataclasses.replace(d, args=tuple(dataclasses.replace(a, tensor=w) if a.tensor.name == w.name else a for a in d.args))
 
+    def case(self, params: Mapping[str, Any]) -> Case:
+        return super().case(UNSAID_OF_EXPERTS | dict(params))
+
     def build_case(
         self,
         type_a: str,
@@ -380,7 +386,7 @@ def with_rows_between(case: Case, m_v: int) -> Case:
         node = Node("MUL_MAT_ID", (whole, *rest), problem.node.outputs, {"w_view": View(0, w.shape, (m_v * k, k, 1))})
         return Problem(node, {**problem.values, "w": data})
 
-    return dataclasses.replace(case, params={**case.params, "m_v": m_v}, make=make)
+    return dataclasses.replace(case, params={**case.params, "m_v": m_v}, make=make, bare=None)
 
 
 @dataclasses.dataclass(frozen=True)
