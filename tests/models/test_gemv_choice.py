@@ -261,7 +261,11 @@ def test_it_is_tuned_like_any_other_product() -> None:
     assert found["experts"] == found["stage"]
     line = choosing("Q4_K", 128, 8, "norm", **Q8_1).line
     assert LinearProblem.parse(line).roles == ("norm", "ids")
-    assert LinearProblem.parse(line) == LinearProblem.of(choosing("Q4_K", 128, 8, "norm", **Q8_1).build().node)
+    node = choosing("Q4_K", 128, 8, "norm", **Q8_1).build().node
+    assert LinearProblem.parse(line) == LinearProblem.of(node)
+    bias = Tensor("selection_bias", "F32", (128,), "weight")
+    biased = Node(node.op, (*node.inputs, bias), node.outputs, {**node.params, "roles": (*node.params["roles"], "selection_bias")})
+    assert LinearProblem.of(biased) == LinearProblem.of(node) and LinearProblem.of(biased).node().params["roles"][-1] == "ids"
 
 
 # --- models on a device -------------------------------------------------------------------------------------------------------------
