@@ -7,9 +7,13 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from vkback.api.device import Device as ApiDevice
+from vkback.api.device import DeviceTensor
 from vkback.device import Arena, BufferRange, Capabilities, Device
+from vkback.graph import Tensor
 from vkback.shader import ShaderLibrary, Variant
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -131,3 +135,21 @@ def hidden(r: BufferRange) -> BufferRange:
 
 def profile(name: str, **changes: Any) -> Capabilities:
     return dataclasses.replace(Capabilities.from_profile(name), **changes)
+
+
+def driver_of(device: Device) -> Any:
+    """What calls Vulkan for a device."""
+    return device._driver
+
+
+def lose(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the driver say from here on that it has lost the device. Nothing is truly in flight then."""
+    device._queue.last.wait()
+    monkeypatch.setattr(device._queue, "_completed", 0)
+    for call in ("vkWaitSemaphores", "vkGetSemaphoreCounterValue", "vkQueueSubmit"):
+        monkeypatch.setattr(driver_of(device).fn, call, lambda *_: -4)  # VK_ERROR_DEVICE_LOST
+
+
+def upload_weight(device: ApiDevice, weight: Tensor, blocks: np.ndarray) -> DeviceTensor:
+    """A weight in the device's layout, from its blocks as a file has them."""
+    return device._stored(weight, blocks)

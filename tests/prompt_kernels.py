@@ -77,4 +77,4 @@ def engine_of(path: Path, device: Device, kernel: GemmKernel, *, n_ctx: int, uba
 
 def kernels_of(engine: Engine, tokens: int) -> set[str]:
     """Source files of the kernels that a program of so many tokens of a prompt runs."""
-    return {d.kernel.source for d in engine._plans.prompt(tokens, "none").dispatches()}
+    return {d.kernel.source for _, schedule in engine.prompt_schedules(tokens) for d in schedule.dispatches()}

@@ -243,12 +243,12 @@ def test_a_compiler_that_is_stopped_is_not_started_again(tmp_path: Path) -> None
     program = compiler.GlslcProgram(str(glslc))
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(program.compile_batch, ["a", "b"])
-        while not compiler._running:
+        while not compiler.running:
             time.sleep(0.001)
         interrupts.stop_compilers()
         with pytest.raises(CompileError, match=r"glslc was stopped by signal 15; run the command again$"):
             made.result(10)
-    assert not compiler._running and (tmp_path / "log").read_text().count("started") <= 2, "for its version, and once"
+    assert not compiler.running and (tmp_path / "log").read_text().count("started") <= 2, "for its version, and once"
 
 
 @unix
@@ -287,14 +287,14 @@ def test_the_wait_for_a_compiler_is_counted_in_slices(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(subprocess, "Popen", Busy)
     with pytest.raises(CompileError, match=r"glslc has not finished after 120 s"):
-        compiler._run(["glslc"], 120)
+        compiler.run_program(["glslc"], 120)
     assert waits == [10.0] * 12 + [0]
 
 
 @unix
 def test_a_compiler_that_takes_several_slices_gets_its_source_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "SLICE_S", 0.05)
-    assert compiler._run(["sh", "-c", "sleep 0.2; exec cat"], 60, b"source") == (0, b"source", b"")
+    assert compiler.run_program(["sh", "-c", "sleep 0.2; exec cat"], 60, b"source") == (0, b"source", b"")
 
 
 def test_a_fault_leaves_the_batches_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

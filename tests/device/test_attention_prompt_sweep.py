@@ -157,7 +157,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         def measured(self: PromptTrial, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
             return Measurement(time_us(point), 0.0)
 
-        monkeypatch.setattr(PromptTrial, "_measured", measured)
+        monkeypatch.setattr(PromptTrial, "measured", measured)
 
     return use
 

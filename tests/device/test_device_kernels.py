@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_kit import profile, word
+from device_kit import driver_of, profile, word
 
 from vkback.device import Arena, Device, DeviceError, FeatureMissing, KernelSpec
 from vkback.device.driver import ffi, vk
@@ -117,21 +117,23 @@ def test_required_subgroup_size(device: Device, arena: Arena, spirv: dict[str, b
 
 
 @pytest.mark.vulkan
-def test_kernels_beyond_the_device_are_refused_by_name(device: Device, spirv: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_beyond_the_device_are_refused_by_name(device: Device, spirv: dict[str, bytes]) -> None:
     with pytest.raises(DeviceError, match=r"add: declared with 2 bindings, but the shader uses binding 2"):
         device.kernel(spirv["add"], name="add", bindings=2, push_bytes=4)
     with pytest.raises(DeviceError, match=r"add: 65536 push constant bytes; .* takes \d+, a multiple of 4"):
         device.kernel(spirv["add"], name="add", bindings=3, push_bytes=65536)
     with pytest.raises(DeviceError, match=r"add: workgroup of \(1048576, 1, 1\) threads; .*maxComputeWorkGroupInvocations"):
         device.kernel(spirv["add"], name="add", bindings=3, push_bytes=4, spec={1: 1 << 20})
-    monkeypatch.setattr(device._kernels, "_caps", dataclasses.replace(device.caps, max_shared_memory=512))
+    small = KernelCache(driver_of(device), dataclasses.replace(device.caps, max_shared_memory=512))
     with pytest.raises(DeviceError, match=r"shared: 580 bytes of shared memory; .* has 512 \(maxComputeSharedMemorySize\)"):
-        device.kernel(spirv["shared"], name="shared", bindings=1, push_bytes=0)
-    monkeypatch.setattr(device._kernels, "_caps", dataclasses.replace(device.caps, fp16=False, subgroup_ops=("basic",)))
+        small.get(KernelSpec(spirv["shared"], "shared", 1, 0))
+    plain = KernelCache(driver_of(device), dataclasses.replace(device.caps, fp16=False, subgroup_ops=("basic",)))
     with pytest.raises(
         FeatureMissing, match=r"half needs Float16, GroupNonUniformClustered, which .* does not offer\. Choose another variant"
     ):
-        device.kernel(spirv["half"], name="half", bindings=1, push_bytes=0)
+        plain.get(KernelSpec(spirv["half"], "half", 1, 0))
+    small.destroy()
+    plain.destroy()
 
 
 @pytest.mark.vulkan
@@ -158,7 +160,7 @@ def test_pipelines_ask_for_no_bounds_checks_where_they_may(
 ) -> None:
     """A driver that does not know the struct passes over it."""
     chained: list[int] = []
-    call = device._driver.call
+    call = driver_of(device).call
 
     def noting(name: str, *args: Any, **about: Any) -> Any:
         if name == "vkCreateComputePipelines":
@@ -168,8 +170,8 @@ def test_pipelines_ask_for_no_bounds_checks_where_they_may(
                 link = link.pNext
         return call(name, *args, **about)
 
-    monkeypatch.setattr(device._driver, "call", noting)
-    cache = KernelCache(device._driver, dataclasses.replace(device.caps, pipeline_robustness=offered))
+    monkeypatch.setattr(driver_of(device), "call", noting)
+    cache = KernelCache(driver_of(device), dataclasses.replace(device.caps, pipeline_robustness=offered))
     cache.get(KernelSpec(spirv["add"], "add", 3, 4))
     cache.destroy()
     assert chained.count(vk.VK_STRUCTURE_TYPE_PIPELINE_ROBUSTNESS_CREATE_INFO_EXT) == int(offered)

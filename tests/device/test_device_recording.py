@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_kit import word
+from device_kit import lose, word
 
 from vkback.device import Arena, Device, DeviceError, DeviceLost, OutOfDeviceMemory, Timeout, queue
 from vkback.device.driver import check, ffi, vk
@@ -219,7 +219,6 @@ def test_a_wait_counts_no_time_in_which_the_process_stood_still(monkeypatch: pyt
 def test_a_lost_device_is_reported_with_what_was_running_and_can_be_closed(
     spirv: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = -4  # VK_ERROR_DEVICE_LOST
     device = Device.open(0)
     arena = device.arena("a", 256, "device")
     rec = device.recorder("token 17")
@@ -227,9 +226,7 @@ def test_a_lost_device_is_reported_with_what_was_running_and_can_be_closed(
     commands = rec.finish()
     ticket = device.submit(commands)
     ticket.wait()
-    device._queue._completed = 0
-    for call in ("vkWaitSemaphores", "vkGetSemaphoreCounterValue", "vkQueueSubmit"):
-        monkeypatch.setattr(device._driver.fn, call, lambda *_: lost)
+    lose(device, monkeypatch)
     with pytest.raises(
         DeviceLost, match=r"vkWaitSemaphores failed: VK_ERROR_DEVICE_LOST: the device stopped; .*finished: 1: token 17\. Close"
     ):

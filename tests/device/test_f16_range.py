@@ -291,7 +291,7 @@ def test_usual_models_are_never_run_again(device: Device, tmp_path: Path, replan
     skip_without("coop_mat", device.caps)
     with engine_of(massive(tmp_path / "usual.gguf", 10.0), device, "coop_mat", n_ctx=96, ubatch=32) as engine:
         engine.prompt(some_ids(80))
-        assert any(is_overflow_word(t) for t in engine._plans.prompt(32, "none").tensors().values())
+        assert any(is_overflow_word(t) for t in dict(engine.prompt_schedules(32))[32].tensors().values())
         assert not engine.ctx.f16_scales
     assert not replans
 

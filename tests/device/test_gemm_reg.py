@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from chain_kit import nmse, run_chain
+from device_kit import upload_weight
 from kernel_paths import planned_for
 
 import vkback
@@ -141,7 +142,7 @@ def test_two_neighbouring_units_of_a_lane(quant: str, tmp_path: Path) -> None:
     with vkback.Device() as dev:
         raw = quants.random_blocks(quant, rows, k, np.random.default_rng(8))
         stored = Tensor("w", quant, (rows, k), "weight")
-        w, y = dev._stored(stored, raw), dev.empty((rows, k))
+        w, y = upload_weight(dev, stored, raw), dev.empty((rows, k))
         (shard,) = shards(stored, dev.caps)
         kernel = dev.compile(tmp_path / "aligned.comp", decoder(quant, dev.caps, stored_type(quant, k, dev.caps) != quant))
         kernel(w, y, push=weight_push(quant, shard.layout, k), groups=(rows, k // 256, 1))

@@ -259,7 +259,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         def measured(self: GemmTrial, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
             return Measurement(time_us(point, self._task.problem.n), 0.0)
 
-        monkeypatch.setattr(GemmTrial, "_measured", measured)
+        monkeypatch.setattr(GemmTrial, "measured", measured)
 
     return use
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_kit import upload_weight
 from kernel_paths import planned_for
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 from prompt_kernels import KERNEL_NMSE, engine_of, skip_without
@@ -74,7 +75,7 @@ def test_units_become_f16(quant: str, subnormals: bool, std: float, tmp_path: Pa
         raw = quants.random_blocks(quant, rows, k, np.random.default_rng(8), std=std)
         assert not quants.coarse(quant, raw)
         stored = Tensor("w", quant, (rows, k), "weight")
-        w, y = dev._stored(stored, raw), dev.empty((rows, k // 2))
+        w, y = upload_weight(dev, stored, raw), dev.empty((rows, k // 2))
         (shard,) = shards(stored, dev.caps)
         defines = decoder(quant, dev.caps, stored_type(quant, k, dev.caps) != quant)
         kernel = dev.compile(tmp_path / "to_f16.comp", defines, spec={"SUBNORMALS": int(subnormals)})
@@ -136,7 +137,7 @@ def test_a_model_with_coarse_weights(kernel: GemmKernel, tmp_path: Path, device:
     ids = [int(i) for i in np.random.default_rng(4).integers(32, size=16)]
     with engine_of(path, device, kernel, n_ctx=96, ubatch=16, subnormals=True) as engine:
         assert engine.ctx.coarse == {"blk.0.ffn_gate.weight+blk.0.ffn_up.weight"} and not engine.ctx.beyond_f16
-        products = [d for d in engine._plans.prompt(16, "none").dispatches() if d.kernel.source == f"gemm/{kernel}.comp"]
+        products = [d for d in dict(engine.prompt_schedules(16))[16].dispatches() if d.kernel.source == f"gemm/{kernel}.comp"]
         by_subnormals = {d.label: dict(d.kernel.spec).get("SUBNORMALS", 0) for d in products}
         assert sorted(set(by_subnormals.values())) == [0, 1], by_subnormals
         assert nmse(engine.prompt_logits(ids), NumpyTwin(path).logits(ids)) <= KERNEL_NMSE[kernel]

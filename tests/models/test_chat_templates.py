@@ -199,13 +199,18 @@ def test_a_program_without_a_python_beside_it_renders_in_its_own_process(monkeyp
     assert render(PLAIN, USER, model="m") == "User: x\nAssistant:"
 
 
-def test_a_process_that_cannot_be_begun_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the next template begin a process of its own."""
     monkeypatch.setattr(chat_template, "_renderer", chat_template._Renderer())
+
+
+def test_a_process_that_cannot_be_begun_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begin_anew(monkeypatch)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     with pytest.raises(ChatTemplateError, match=r"cannot be begun: .*nothing: No such file"):
         render(PLAIN, USER, model="m")
     monkeypatch.undo()
-    monkeypatch.setattr(chat_template, "_renderer", chat_template._Renderer())
+    begin_anew(monkeypatch)
     monkeypatch.setattr(template_process, "__file__", str(tmp_path / "nothing.py"))
     with pytest.raises(ChatTemplateError, match=r"cannot be begun: .*nothing\.py ended with status 2"):
         render(PLAIN, USER, model="m")

@@ -75,7 +75,7 @@ def test_tokens_that_run_again_find_the_states_of_those_before(
     text = tokens(40)
     with Engine.load(tiny("tiny-granitehybrid"), device, n_ctx=64, act="f32", progress=False, ubatch=16) as engine:
         found = iter([{"x.overflow": 1e5} if run in when else {} for run in range(100)])
-        monkeypatch.setattr(engine._prompts, "_overflowed", lambda recording: next(found))
+        monkeypatch.setattr(engine.prompts, "_overflowed", lambda recording: next(found))
         engine.prompt(text[:16])
         got = engine.prompt_logits(text[16:])
         assert engine.n_past == len(text) and engine.ctx.f16_scales

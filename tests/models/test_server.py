@@ -62,9 +62,12 @@ class Served:
 
     def __init__(self, device: Device, limits: Limits, api_key: str | None = None, max_queue: int = 8, path: Path | None = None) -> None:
         self.loads = 0
+        self.lost = False  # whether the device cannot be opened
         path = path or builtin_model("demo-dense")
 
         def load() -> LoadedModel:
+            if self.lost:
+                raise DeviceLost("[device] the device stopped")
             self.loads += 1
             return LoadedModel(Engine.load(path, device, n_ctx=128, act="f32", progress=False))
 
@@ -332,11 +335,16 @@ def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) ->
     assert served.worker.queued == 0
 
 
+def answer_later(served: Served, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
+    """Have the worker answer no request before `go_on` is set."""
+    answer = served.worker._answer
+    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
+
+
 @pytest.mark.vulkan
 def test_a_full_queue_says_when_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
+    answer_later(served, monkeypatch, go_on)
     with ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(served.post, "/v1/completions", prompt=PROMPT, temperature=0, max_tokens=1) for _ in range(12)]
         refused = [reply.result() for reply in itertools.islice(as_completed(replies), 3)]  # one runs, eight wait
@@ -370,8 +378,7 @@ def test_a_stream_that_waits_gets_its_head_and_comments(served: Served, monkeypa
     *events, _, _ = served.post("/v1/chat/completions", **asked).text.split("\n\n")
     at_once = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
     go_on = threading.Event()
-    answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
+    answer_later(served, monkeypatch, go_on)
     monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
     with served.client.stream("POST", "/v1/chat/completions", json=asked) as reply:
         assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
@@ -395,8 +402,7 @@ def test_a_stream_that_waits_gets_its_head_and_comments(served: Served, monkeypa
 def test_a_server_that_ends_tells_those_who_run_and_wait_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     served = Served(device, Limits())
     go_on = threading.Event()
-    answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
+    answer_later(served, monkeypatch, go_on)
     monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
     try:
         asked = {"prompt": PROMPT, "stream": True}
@@ -617,7 +623,7 @@ def test_a_fault_of_model_or_device_is_no_bad_request(served: Served, monkeypatc
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(served.worker._model.engine, "prompt", fail)  # type: ignore[union-attr]
+        patch.setattr(served.worker.model.engine, "prompt", fail)
         reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
     told = reply.json()["error"]
     assert (reply.status_code, told["type"], told["code"]) == (500, "server_error", "internal_error") and told["message"] == str(error)
@@ -733,24 +739,22 @@ def test_a_lost_device_is_told_and_opened_again(served: Served, monkeypatch: pyt
     def lose(*_: Any, **__: Any) -> Any:
         raise DeviceLost("[device] the device stopped")
 
-    loads, model, load = served.loads, served.worker._model, served.worker._load
-    assert model is not None
+    loads, model = served.loads, served.worker.model
     monkeypatch.setattr(model.engine, "prompt", lose)
-    monkeypatch.setattr(served.worker, "_load", lose)
+    served.lost = True
     for _ in range(2):  # it is lost; it cannot be opened
         reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
         assert reply.status_code == 503 and reply.json()["error"]["code"] == "device_lost"
         health = served.client.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "device_lost"
-    monkeypatch.setattr(served.worker, "_load", load)
+    served.lost = False
     assert served.text()["usage"]["completion_tokens"] == 6 and served.loads == loads + 1
     assert served.client.get("/health").json()["lost"] == 1
 
 
 @pytest.mark.vulkan
 def test_a_device_lost_in_a_stream_is_its_last_event(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = served.worker._model
-    assert model is not None
+    model = served.worker.model
     generate = model.engine.generate
 
     def lose(*given: Any, **options: Any) -> Iterator[int]:

@@ -15,11 +15,12 @@ import pytest
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, llama_metadata, llama_tensors, write_gguf
 from rich.console import Console
 
-from vkback.device import Arena, BufferRange, Device, OutOfDeviceMemory
+from vkback.device import Arena, Device, OutOfDeviceMemory
 from vkback.device import recorder as recorder_module
 from vkback.engine import prompts as prompt_module
 from vkback.engine.engine import Engine, EngineError
-from vkback.engine.prompts import Prompts, next_size, program_sizes
+from vkback.engine.plans import Plans
+from vkback.engine.prompts import next_size, program_sizes
 from vkback.errors import ModelError
 from vkback.evaluate.judge import nmse
 from vkback.events import Reported
@@ -130,6 +131,11 @@ def one_by_one(engine: Engine) -> np.ndarray:
     return np.stack([engine.decode_logits(t) for t in ids(520)])
 
 
+def schedule_of(engine: Engine, tokens: int) -> Schedule:
+    """That of the program of a prompt of exactly `tokens` tokens."""
+    return dict(engine.prompt_schedules(tokens))[tokens]
+
+
 def last_logits(engine: Engine, pieces: Sequence[Sequence[int]]) -> np.ndarray:
     """Logits of the last token, what comes before prompted piece by piece, from an empty cache."""
     engine.reset()
@@ -175,10 +181,10 @@ def test_padding_stores_nothing(engine: Engine) -> None:
     """Rows of the cache beyond the prompt stay as they are, though the last program has more tokens than are left."""
     engine.reset()
     engine.prompt(ids(N_CTX))
-    rows = {name: engine.device.download(r, np.uint16).reshape(2, N_CTX, -1) for name, r in engine._state.ranges.items()}
+    rows = {name: engine.device.download(r, np.uint16).reshape(2, N_CTX, -1) for name, r in engine.state.items()}
     engine.reset()
     engine.prompt(ids(100)[::-1])  # one program of 128
-    for name, r in engine._state.ranges.items():
+    for name, r in engine.state.items():
         now = engine.device.download(r, np.uint16).reshape(2, N_CTX, -1)
         assert np.array_equal(now[:, 100:], rows[name][:, 100:])
         assert not np.array_equal(now[:, :100], rows[name][:, :100])
@@ -192,7 +198,7 @@ def test_any_ubatch_gives_the_same_text(ubatch: int, path: Path, device: Device,
         count = 20 if ubatch < 10 else 250
         engine.prompt(ids(count))
         assert nmse(engine.decode_logits(ids(520)[count]), one_by_one[count]) <= FLOAT_NMSE
-        assert {size for size, _ in engine._prompts._programs} <= set(program_sizes(ubatch, N_CTX))
+        assert {size for size, _ in engine.prompts.programs} <= set(program_sizes(ubatch, N_CTX))
 
 
 @pytest.mark.vulkan
@@ -203,15 +209,15 @@ def test_a_model_with_windows_sinks_and_experts_too(tmp_path: Path, device: Devi
         want = np.stack([engine.decode_logits(t) for t in tokens])
         engine.reset()
         assert nmse(engine.prompt_logits(tokens), want) <= FLOAT_NMSE
-        assert [size for size, _ in engine._prompts._programs] == [64]
+        assert [size for size, _ in engine.prompts.programs] == [64]
 
 
 @pytest.mark.vulkan
 def test_a_program_is_made_when_first_used(path: Path, device: Device) -> None:
     with load(path, device) as engine:
-        assert not engine._prompts._programs and not engine._prompts._blocks
+        assert not engine.prompts.programs and not engine.prompts.memory
         engine.prompt(ids(10))
-        assert [size for size, _ in engine._prompts._programs] == [16]
+        assert [size for size, _ in engine.prompts.programs] == [16]
         engine.reset()
         engine.prepare(prompt=[300, 60])
         assert engine.n_past == 0
@@ -220,7 +226,7 @@ def test_a_program_is_made_when_first_used(path: Path, device: Device) -> None:
             engine.reset()
             engine.prompt(ids(count))
         assert engine.compiled == before
-        assert sorted(size for size, _ in engine._prompts._programs) == [16, 32, 64, 256]  # 10; 256 + 32 + 16; 64
+        assert sorted(size for size, _ in engine.prompts.programs) == [16, 32, 64, 256]  # 10; 256 + 32 + 16; 64
 
 
 @pytest.mark.vulkan
@@ -230,10 +236,10 @@ def test_logits_of_many_tokens_take_bounded_memory(
     monkeypatch.setattr(prompt_module, "LOGITS_BYTES", 4 * 32 * 64)
     with load(path, device) as engine:
         assert nmse(engine.prompt_logits(ids(200)), one_by_one[:200]) <= FLOAT_NMSE
-        assert max(size for size, _ in engine._prompts._programs) == 64
-        assert engine._prompts._logits_memory(64).size == 4 * 32 * 64
+        assert max(size for size, _ in engine.prompts.programs) == 64
+        assert engine.prompts.memory["logits of prompts"] == 4 * 32 * 64
         monkeypatch.setattr(prompt_module, "LOGITS_BYTES", 1)
-        assert engine._prompts.sizes("all") == [16]
+        assert engine.prompts.sizes("all") == [16]
 
 
 # --- limits of a submit -------------------------------------------------------------------------------------------------------------
@@ -265,7 +271,7 @@ def test_a_prompt_cut_into_many_submits_has_the_same_bits(
     with load(path, device) as cut:
         monkeypatch.setattr(prompt_module, "cuts", lambda schedule, costs, limit: cuts(schedule, costs, 0.0))
         found = cut.prompt_logits(ids(150)), last_logits(cut, [ids(150)])
-        for recording in cut._prompts._recordings.values():
+        for recording in cut.prompts.recordings.values():
             assert len(recording.parts) == len(recording.predicted_us) > 12
     assert np.array_equal(found[0], want[0]) and np.array_equal(found[1], want[1])
 
@@ -273,16 +279,18 @@ def test_a_prompt_cut_into_many_submits_has_the_same_bits(
 @pytest.mark.vulkan
 def test_every_submit_of_a_cut_program_begins_with_a_barrier_for_everything(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what came before, for all shaders and copies; a cut between stages needs no other, one within a stage none at all."""
-    program = engine._prompts._program(16, "none")
+    engine.reset()
+    engine.prompt(ids(10))
+    program = engine.prompts.programs[16, "none"]
     stages = program.schedule.stages
     before: list[frozenset[str]] = []
-    barrier = recorder_module._barrier
+    barrier = recorder_module.barrier_of
 
     def noted(kinds: frozenset[Any], after: frozenset[Any]) -> Any:
         before.append(kinds)
         return barrier(kinds, after)
 
-    monkeypatch.setattr(recorder_module, "_barrier", noted)
+    monkeypatch.setattr(recorder_module, "barrier_of", noted)
     starts = list(accumulate((len(stage) for stage in stages), initial=0))[:-1]
     for begins in ([0], starts, range(sum(map(len, stages))), [0, starts[2]], [0, starts[2] + 1]):
         before.clear()
@@ -296,13 +304,13 @@ def test_every_submit_of_a_cut_program_begins_with_a_barrier_for_everything(engi
 @pytest.mark.vulkan
 def test_programs_slower_than_predicted_are_cut_anew(path: Path, device: Device, one_by_one: np.ndarray) -> None:
     with load(path, device, ubatch=64) as engine:
-        prompts = engine._prompts
+        prompts = engine.prompts
         engine.prompt(ids(64))
-        before = len(prompts._recordings[64, "none"].parts)
-        prompts._slowness = 2.0**40
+        before = len(prompts.recordings[64, "none"].parts)
+        prompts.slowness = 2.0**40
         engine.reset()
         engine.prompt(ids(64))
-        assert len(prompts._recordings[64, "none"].parts) > before
+        assert len(prompts.recordings[64, "none"].parts) > before
         assert nmse(engine.decode_logits(ids(65)[64]), one_by_one[64]) <= FLOAT_NMSE
 
 
@@ -310,34 +318,34 @@ def test_programs_slower_than_predicted_are_cut_anew(path: Path, device: Device,
 def test_one_submit_that_took_too_long_is_enough(path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next run has more cuts, and what a device's own slowness asks for. That run counts too: the program is compiled already."""
     with load(path, device, ubatch=64) as engine:
-        prompts = engine._prompts
+        prompts = engine.prompts
         engine.prepare(prompt=64)
-        whole = sum(prompts._recordings[64, "none"].predicted_us)
+        whole = sum(prompts.recordings[64, "none"].predicted_us)
         clock = iter(range(10**6))
         monkeypatch.setattr(time, "perf_counter", lambda: 4e-6 * whole * next(clock))
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", whole)
         engine.prompt(ids(64))
-        assert prompts._slowness == 4.0
+        assert prompts.slowness == 4.0
         engine.reset()
         engine.prompt(ids(64))
-        cut = prompts._recordings[64, "none"]
+        cut = prompts.recordings[64, "none"]
         assert len(cut.parts) > 1 and cut.runs == 3
 
 
 @pytest.mark.vulkan
 def test_one_slow_run_of_short_submits_is_not_enough(path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(path, device, ubatch=64) as engine:
-        prompts = engine._prompts
+        prompts = engine.prompts
         engine.prepare(prompt=64)
-        whole = sum(prompts._recordings[64, "none"].predicted_us)
+        whole = sum(prompts.recordings[64, "none"].predicted_us)
         clock = iter(range(10**6))
         monkeypatch.setattr(time, "perf_counter", lambda: 4e-6 * whole * next(clock))
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", 100 * whole)
         engine.prompt(ids(64))
-        assert prompts._slowness == 1.0
+        assert prompts.slowness == 1.0
         engine.reset()
         engine.prompt(ids(64))
-        assert prompts._slowness > 4.0
+        assert prompts.slowness > 4.0
 
 
 @pytest.mark.vulkan
@@ -345,13 +353,13 @@ def test_a_kernel_too_long_for_a_submit_gets_fewer_tokens(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with load(path, device) as engine:
-        longest = max(dispatch_us(d, engine._prompts._costs) for d in engine._plans.prompt(64, "none").dispatches())
+        longest = max(dispatch_us(d, low_costs(device.caps)) for d in schedule_of(engine, 64).dispatches())
         monkeypatch.setattr(prompt_module, "LONGEST_SUBMIT_US", longest)
         caplog.clear()
         engine.prompt(ids(513))
         assert engine.ubatch == 64
         assert nmse(engine.decode_logits(ids(520)[513]), one_by_one[513]) <= FLOAT_NMSE
-        assert all(max(r.predicted_us) <= longest + engine._prompts._costs.stage_us for r in engine._prompts._recordings.values())
+        assert all(max(r.predicted_us) <= longest + low_costs(device.caps).stage_us for r in engine.prompts.recordings.values())
     assert caplog.messages[0].startswith("one kernel over 512 tokens of a prompt may take over ")
 
 
@@ -360,15 +368,15 @@ def test_a_program_beyond_a_limit_of_the_device_gives_way(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when the largest storage buffer is too small for the activations of so many tokens."""
+    plan = Plans.prompt
+
+    def limited(self: Plans, tokens: int, head: Any) -> Schedule:
+        if tokens > 128:
+            raise PlanError(f"[plan] {tokens} tokens")
+        return plan(self, tokens, head)
+
+    monkeypatch.setattr(Plans, "prompt", limited)
     with load(path, device) as engine:
-        plan = engine._prompts._plan
-
-        def limited(tokens: int, head: Any) -> Schedule:
-            if tokens > 128:
-                raise PlanError(f"[plan] {tokens} tokens")
-            return plan(tokens, head)
-
-        engine._prompts._plan = limited
         engine.prepare(prompt=513)
         engine.prompt(ids(513))
         assert engine.ubatch == 128
@@ -384,7 +392,7 @@ def test_too_little_memory_for_many_tokens_is_said_once_and_fewer_go_at_a_time(
     path: Path, device: Device, one_by_one: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with load(path, device) as engine:
-        most = engine._plans.prompt(128, "none").activation_bytes
+        most = schedule_of(engine, 128).activation_bytes
         arena = Device.arena
 
         def small(self: Device, purpose: str, nbytes: int, kind: Any = "device") -> Arena:
@@ -406,11 +414,11 @@ def test_too_little_memory_for_many_tokens_is_said_once_and_fewer_go_at_a_time(
 
 @pytest.mark.vulkan
 def test_too_little_memory_for_any_program_is_an_error(path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(self: Prompts, purpose: str, size: int, kind: str) -> BufferRange:
+    def none(self: Device, purpose: str, nbytes: int, kind: str) -> Arena:
         raise OutOfDeviceMemory("nothing left")
 
     with load(path, device, ubatch=32) as engine:
-        monkeypatch.setattr(Prompts, "_block", none)
+        monkeypatch.setattr(Device, "arena", none)
         with pytest.raises(OutOfDeviceMemory, match="nothing left"):
             engine.prompt([1, 2, 3])
         assert engine.n_past == 0
@@ -424,9 +432,9 @@ def test_programs_share_their_memory(path: Path, device: Device) -> None:
         engine.prompt(ids(300))  # 256, 64
         engine.reset()
         engine.prompt(ids(513))  # 512, 16
-        found = engine._prompts._blocks["activations of prompts"][1].size
-        assert found == engine._plans.prompt(512, "none").activation_bytes
-        counters = sum(len(p._arenas) for p in engine._prompts._programs.values())
+        found = engine.prompts.memory["activations of prompts"]
+        assert found == schedule_of(engine, 512).activation_bytes
+        counters = len(engine.prompts.programs)
         assert device.live_objects()["Arena"] <= loaded + 2 + counters + 2  # and the device's own for uploads
     assert device.live_objects().get("Arena", 0) <= before + 2
 

@@ -61,7 +61,7 @@ def test_a_prompt_cut_into_many_submits_runs_without_a_message(monkeypatch: pyte
     monkeypatch.setattr(prompt_module.Prompts, "_why_not", lambda *_: "")
     with validated("sync") as device, Engine.load(builtin_models()[-1], device, n_ctx=96, ubatch=64, progress=False) as engine:
         use(engine)
-        assert min(len(recording.parts) for recording in engine._prompts._recordings.values()) > 20
+        assert min(len(recording.parts) for recording in engine.prompts.recordings.values()) > 20
     assert [str(m) for m in device.validation_messages] == []
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import pytest
+from device_kit import lose
 from kernel_paths import with_pairs
 from rich.console import Console
 
@@ -308,15 +309,13 @@ def test_a_device_lost_in_a_load_is_said_and_can_be_closed(dense: Model, monkeyp
     device = Device.open(0)
     load = WeightLoad(dense.file, weights, device, repack="device")
 
-    def lose(what: str) -> None:
-        if what == "uploading" and not hasattr(lose, "done"):
-            lose.done = True  # type: ignore[attr-defined]
-            device._queue.last.wait()  # nothing is truly in flight then
-            for call in ("vkWaitSemaphores", "vkGetSemaphoreCounterValue", "vkQueueSubmit"):
-                monkeypatch.setattr(device._driver.fn, call, lambda *_: -4)  # VK_ERROR_DEVICE_LOST
+    def step(what: str) -> None:
+        if what == "uploading" and not hasattr(step, "done"):
+            step.done = True  # type: ignore[attr-defined]
+            lose(device, monkeypatch)
 
     with pytest.raises(DeviceLost, match=r"VK_ERROR_DEVICE_LOST: the device stopped; .*weights.* Close this Device"), load:
-        load.run(lambda _: None, lose)
+        load.run(lambda _: None, step)
     device.close()
     assert device.live_objects() == {}
 

@@ -355,6 +355,10 @@ def with_defines(d: Dispatch, **defines: int) -> Dispatch:
     return dataclasses.replace(d, kernel=dataclasses.replace(d.kernel, defines=tuple(sorted(changed.items()))))
 
 
+def token_program(engine: Engine, kind: str) -> Program:
+    return engine._token_programs.program(kind)
+
+
 def timed_out(device: Device, program: Program) -> int:
     return int(device.download(program.range(STATE.name)).view(np.uint32)[0])
 
@@ -365,7 +369,7 @@ def test_logits_are_the_same_bits(engines: tuple[Engine, Engine], device: Device
     expected = logits(plain)
     np.testing.assert_array_equal(logits(barrier_free), expected)
     np.testing.assert_array_equal(logits(barrier_free), expected)
-    program = barrier_free._token_programs.program("logits")
+    program = token_program(barrier_free, "logits")
     for garbage in (0, 0x7FC0DEAD, 0x3F800000):
         for name in program.schedule.slots:
             block = program.range(name)
@@ -383,7 +387,7 @@ def test_tokens_are_the_same(engines: tuple[Engine, Engine], device: Device) -> 
 
     plain, barrier_free = engines
     assert tokens(barrier_free) == tokens(barrier_free) == tokens(plain)
-    assert timed_out(device, barrier_free._token_programs.program("greedy")) == 0
+    assert timed_out(device, token_program(barrier_free, "greedy")) == 0
 
 
 @pytest.mark.vulkan
@@ -406,7 +410,7 @@ def test_prompts_of_few_tokens_are_the_same_bits(engines: tuple[Engine, Engine],
     assert not caplog.text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "array_equal", lambda *_: False)
-        barrier_free._prompts.close()
+        barrier_free.prompts.close()
         got = prompt_logits(barrier_free)
     np.testing.assert_array_equal(got, expected)
     assert "a prompt's stages cannot run barrier-free (a prompt's values differ" in caplog.text

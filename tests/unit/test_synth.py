@@ -116,7 +116,7 @@ def test_the_seed_alone_decides_the_bytes(tmp_path: Path) -> None:
 
 def test_rope_divisors_of_llama3() -> None:
     """Published for 8B: 1 for the 29 fastest pairs, 8 from the 36th on, the smooth ramp between."""
-    d = synth._rope_divisors(synth.SHAPES["llama-8b"])
+    d = synth.rope_divisors(synth.SHAPES["llama-8b"])
     assert d.dtype == np.float32 and len(d) == 64
     assert (d[:29] == 1).all() and (d[35:] == 8).all() and (np.diff(d[28:36]) > 0).all()
 

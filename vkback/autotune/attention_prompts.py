@@ -235,12 +235,12 @@ class PromptTrial:
         return "" if verdict.ok else verdict.text
 
     def measure(self, point: PromptPoint, repetitions: int) -> Measurement:
-        return self._measured(point, True, repetitions)
+        return self.measured(point, True, repetitions)
 
     def throughput(self, point: PromptPoint) -> float:
-        return self._measured(point, False, 5).us
+        return self.measured(point, False, 5).us
 
-    def _measured(self, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
+    def measured(self, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
         launches = SOFTWARE_LAUNCHES if self._ctx.caps.software else None
         ctx = with_point(self._ctx, point)
         return self._bench.measure(ctx, chained=chained, launches=launches, repetitions=repetitions, warm_s=WARM_S)

@@ -124,14 +124,14 @@ class GemmTrial:
         return "" if verdict.ok else verdict.text
 
     def measure(self, point: GemmPoint, repetitions: int) -> Measurement:
-        found = self._measured(point, True, repetitions)
+        found = self.measured(point, True, repetitions)
         self._quickest[point.kernel] = min(found.us, self._quickest.get(point.kernel, found.us))
         return found
 
     def throughput(self, point: GemmPoint) -> float:
-        return self._measured(point, False, 5).us
+        return self.measured(point, False, 5).us
 
-    def _measured(self, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
+    def measured(self, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
         ctx, launches = with_point(self._ctx, point), None
         if self._ctx.caps.software:
             launches = max(1, int(SOFTWARE_RUN_US / predicted_us(lowered(self._task, point, self._ctx), self._ctx.caps)))

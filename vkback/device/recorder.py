@@ -137,7 +137,7 @@ def _scope_table() -> dict[Work, tuple[int, int, int]]:
 
 
 @functools.cache
-def _barrier(before: frozenset[Work], after: frozenset[Work]) -> tuple[int, int, Any]:
+def barrier_of(before: frozenset[Work], after: frozenset[Work]) -> tuple[int, int, Any]:
     """Stages and memory barrier between what ran before and what comes after; an empty set means every kind of work."""
     table = _scope_table()
     from_stages = from_access = to_stages = to_access = 0
@@ -253,7 +253,7 @@ class Recorder:
 
         def emit(fn: Any, cmd: Handle) -> None:
             # Only the stages that have work on either side: naming transfers between two dispatches costs an H200 1.9 us more a barrier.
-            from_stages, to_stages, memory = _barrier(frozenset(before), frozenset(after))
+            from_stages, to_stages, memory = barrier_of(frozenset(before), frozenset(after))
             fn.vkCmdPipelineBarrier(cmd, from_stages, to_stages, 0, 1, memory, 0, NULL, 0, NULL)
 
         self._steps.append(emit)

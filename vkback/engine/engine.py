@@ -269,6 +269,16 @@ class Engine:
         return self._prompts.ubatch
 
     @property
+    def prompts(self) -> Prompts:
+        """Programs of several tokens: which there are, how they are recorded, what memory they take."""
+        return self._prompts
+
+    @property
+    def state(self) -> Mapping[str, BufferRange]:
+        """Memory of caches and recurrent states, by the names of their tensors."""
+        return self._state.ranges
+
+    @property
     def longest_submit_s(self) -> float:
         """Seconds of the longest submit of a prompt so far, by the host's clock."""
         return self._prompts.longest_submit_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -91,7 +91,7 @@ def next_size(left: int, sizes: Sequence[int]) -> int:
 
 
 @dataclass
-class _Recording:
+class Recording:
     """A program recorded for submits of limited length.
 
     program       what it is a recording of
@@ -147,9 +147,9 @@ class Prompts:
         self._n_ctx = sys.maxsize
         self._costs = low_costs(device.caps)
         self.longest_submit_s = 0.0
-        self._slowness = 1.0  # measured over predicted time, up to a power of two: the largest so far of two runs in a row or a late submit
+        self.slowness = 1.0  # measured over predicted time, up to a power of two: the largest so far of two runs in a row or a late submit
         self._programs: dict[tuple[int, PromptHead], Program] = {}
-        self._recordings: dict[tuple[int, PromptHead], _Recording] = {}
+        self._recordings: dict[tuple[int, PromptHead], Recording] = {}
         self._blocks: dict[str, tuple[Arena, BufferRange]] = {}
 
     def attach(self, n_ctx: int) -> None:
@@ -175,6 +175,21 @@ class Prompts:
     def ubatch(self) -> int:
         """Tokens of the largest program, were the context as large: what was asked, unless that did not work."""
         return min(self._most, self._fitting)
+
+    @property
+    def programs(self) -> Mapping[tuple[int, PromptHead], Program]:
+        """Those that are bound now, by tokens and head."""
+        return self._programs
+
+    @property
+    def recordings(self) -> Mapping[tuple[int, PromptHead], Recording]:
+        """Those of the programs that ran or were prepared, by tokens and head."""
+        return self._recordings
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that all programs share, by purpose."""
+        return {purpose: block.size for purpose, (_, block) in self._blocks.items()}
 
     def sizes(self, head: PromptHead = "none") -> list[int]:
         """Tokens of the programs there may be, the largest first."""
@@ -215,7 +230,7 @@ class Prompts:
                 recording.runs = 1
         return tickets
 
-    def _recorded(self, counts: Iterable[int]) -> Iterator[_Recording]:
+    def _recorded(self, counts: Iterable[int]) -> Iterator[Recording]:
         for count in sorted(counts, reverse=True):
             left = count
             while left > 0:
@@ -262,7 +277,7 @@ class Prompts:
                     at += len(piece)
                     yield len(piece), recording.size
 
-    def _submit(self, recording: _Recording, on_part: Callable[[float], None]) -> None:
+    def _submit(self, recording: Recording, on_part: Callable[[float], None]) -> None:
         """Run a recording to its end. on_part: called with the share of it that each submit was."""
         whole = sum(recording.predicted_us)
         begun = time.perf_counter()
@@ -281,11 +296,11 @@ class Prompts:
             slowness = (time.perf_counter() - begun) * 1e6 / whole
             # One run may have been slow for other reasons; but none is waited for once a submit took too long.
             known = max(late, min(slowness, recording.last))
-            self._slowness = max(self._slowness, 2.0 ** math.ceil(math.log2(max(known, 1.0))))
+            self.slowness = max(self.slowness, 2.0 ** math.ceil(math.log2(max(known, 1.0))))
             recording.last = slowness
         recording.runs += 1
 
-    def _overflowed(self, recording: _Recording) -> dict[str, float]:
+    def _overflowed(self, recording: Recording) -> dict[str, float]:
         """Overflow words that the last run of a recording left, with what they hold: its tokens then have to run again."""
         words = recording.program.overflow
         if words is None:
@@ -293,7 +308,7 @@ class Prompts:
         held = self._overflow_memory(words.size).map()[: words.size].view(np.uint32)
         return recording.program.overflowed(held) if held.any() else {}
 
-    def _out_of_order(self, recording: _Recording, head: PromptHead) -> str:
+    def _out_of_order(self, recording: Recording, head: PromptHead) -> str:
         """What went wrong in the last run of a recording with barrier-free stages, which is then worth nothing; "" for nothing. After the
         first run of a program its tokens go through it once more with all barriers, which must give the same bits."""
         program, key = recording.program, (recording.size, head)
@@ -338,7 +353,7 @@ class Prompts:
         late = longest_us > LONGEST_SUBMIT_US
         return f"one kernel over {size} tokens of a prompt may take over {LONGEST_SUBMIT_US / 1e6:g} s" if late else ""
 
-    def _ready(self, left: int, head: PromptHead) -> _Recording:
+    def _ready(self, left: int, head: PromptHead) -> Recording:
         """The recording that `left` tokens begin with. A program for which there is no memory gives way to a smaller one; raises
         OutOfDeviceMemory when there is none."""
         while True:
@@ -353,16 +368,16 @@ class Prompts:
                 _say(f"no memory for {size} tokens of a prompt at a time ({error})", smaller)
                 self._most = smaller
 
-    def _recording(self, size: int, head: PromptHead) -> _Recording:
+    def _recording(self, size: int, head: PromptHead) -> Recording:
         key = (size, head)
         found = self._recordings.get(key)
-        if found is not None and (max(found.predicted_us) * self._slowness <= LONGEST_SUBMIT_US or found.slowness >= self._slowness):
+        if found is not None and (max(found.predicted_us) * self.slowness <= LONGEST_SUBMIT_US or found.slowness >= self.slowness):
             return found
         logits = self._logits_memory(size) if head == "all" else None
         words = overflow_bytes(self._plan(size, head))
         held = self._overflow_memory(words) if words else None
         program = self._program(size, head)
-        submits = cuts(program.schedule, self._costs, LONGEST_SUBMIT_US / self._slowness)
+        submits = cuts(program.schedule, self._costs, LONGEST_SUBMIT_US / self.slowness)
         result = program.range("result_output") if logits else None
         copies = [(result, logits.slice(0, result.size))] if logits and result else []
         copies += [(program.overflow, held.slice(0, words))] if program.overflow and held else []
@@ -370,7 +385,7 @@ class Prompts:
             copies.append((program.state, self._state_memory().slice(0, program.state.size)))
         parts = program.record_parts(f"prompt x{size}", submits, copies=copies)
         runs = found.runs if found is not None and found.program is program else 0
-        self._recordings[key] = _Recording(size, program, parts, list(submits.values()), self._slowness, runs)
+        self._recordings[key] = Recording(size, program, parts, list(submits.values()), self.slowness, runs)
         return self._recordings[key]
 
     def _program(self, size: int, head: PromptHead) -> Program:

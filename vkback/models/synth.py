@@ -313,7 +313,7 @@ class _Pieces:
         k = t.shape[-1]
         rng = np.random.default_rng([self.seed, index, row0])
         if t.name == "rope_freqs.weight":
-            data = _rope_divisors(self.shape).view(np.uint8)
+            data = rope_divisors(self.shape).view(np.uint8)
         elif t.name.endswith("ssm_dt.bias"):
             step = np.exp(rng.uniform(math.log(1e-3), math.log(0.3), k))
             data = np.log(np.expm1(step)).astype(np.float32).view(np.uint8)
@@ -328,7 +328,7 @@ class _Pieces:
         return self.offsets[index] + row0 * (data.size // rows), data.reshape(-1)
 
 
-def _rope_divisors(s: ModelShape) -> npt.NDArray[np.float32]:
+def rope_divisors(s: ModelShape) -> npt.NDArray[np.float32]:
     """Llama 3's frequency divisors [head_dim/2]: pairs that turn fewer than once in 8192 positions are slowed by rope_stretch, those that
     turn more than four times are left alone."""
     turns = 8192 * s.freq_base ** (-2.0 * np.arange(s.head_dim // 2) / s.head_dim) / (2 * np.pi)

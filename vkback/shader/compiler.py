@@ -121,7 +121,7 @@ class GlslcProgram:
 
     def compile_into_spirv(self, source: str, *, optimize: bool = True) -> bytes:
         command = [self._path, "-fshader-stage=compute", f"--target-env={TARGET}", _level(optimize), "-o", "-", "-"]
-        status, out, said = _run(command, TIMEOUT_S, source.encode())
+        status, out, said = run_program(command, TIMEOUT_S, source.encode())
         if status:
             raise GlslError(said.decode("utf-8", "replace").replace("<stdin>", "shader"))
         return out
@@ -137,26 +137,26 @@ class GlslcProgram:
             for file, source in zip(files, sources, strict=True):
                 file.write_text(source, encoding="utf-8")
             command = [self._path, f"--target-env={TARGET}", _level(optimize), "-c", *(f.name for f in files)]
-            _run(command, TIMEOUT_S * len(files), folder=folder)
+            run_program(command, TIMEOUT_S * len(files), folder=folder)
             made = [folder / f"{f.name}.spv" for f in files]
             # What is missing is compiled again by itself, for a fault that names no file of ours.
             return [m.read_bytes() if m.exists() else _attempt(self, s, optimize) for m, s in zip(made, sources, strict=True)]
 
 
-_running: set[subprocess.Popen[bytes]] = set()
+running: set[subprocess.Popen[bytes]] = set()
 
 
 def stop_programs() -> None:
     """End every glslc that runs: threads that wait for its shaders get CompileError."""
-    for program in tuple(_running):
+    for program in tuple(running):
         program.terminate()
 
 
-def _run(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: Path | None = None) -> tuple[int, bytes, bytes]:
+def run_program(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: Path | None = None) -> tuple[int, bytes, bytes]:
     """Exit status, stdout and stderr of a compiler. Raises CompileError where it was stopped, and where it takes longer than `timeout_s`,
     counted in slices: a process that stood still for an hour has not waited for one."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder) as program:
-        _running.add(program)
+        running.add(program)
         try:
             for slice_number in range(ceil(timeout_s / SLICE_S)):
                 with suppress(subprocess.TimeoutExpired):
@@ -169,7 +169,7 @@ def _run(command: Sequence[str], timeout_s: float, given: bytes = b"", folder: P
             program.kill()
             raise
         finally:
-            _running.discard(program)
+            running.discard(program)
     if -program.returncode in STOPPED_BY:
         raise CompileError(f"[shader] {command[0]} was stopped by signal {-program.returncode}; run the command again")
     return program.returncode, out, said
@@ -186,7 +186,7 @@ def _version(path: str) -> str:
     with suppress(OSError, UnicodeDecodeError):
         if said := kept.read_text(encoding="utf-8"):
             return said
-    status, out, fault = _run([path, "--version"], TIMEOUT_S)
+    status, out, fault = run_program([path, "--version"], TIMEOUT_S)
     if status:
         raise CompileError(f"exit status {status}: {' '.join(fault.decode('utf-8', 'replace').split())}")
     said = " ".join(out.decode("utf-8", "replace").split())
