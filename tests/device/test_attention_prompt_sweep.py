@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from typer.testing import CliRunner
+from sweep_kit import H200, set_clock, tune, tune_result
 
 from vkback.autotune.attention_prompts import (
     PromptAttention,
@@ -27,7 +27,6 @@ from vkback.autotune.attention_prompts import (
 from vkback.autotune.device_table import DeviceTable
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.tunable import TuneResult
-from vkback.cli import main as cli
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
 from vkback.models import Model
@@ -36,10 +35,8 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.plan.passes.fuse import fuse
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import Measurement
 from vkback.tuning.table import load_table
 
-H200 = "nvidia_h200_linux"
 TASK = PromptTask(512, 32, 8, 128)
 MATRIX = PromptPoint("matrix", 64, 64, 4)
 DECODE = PromptPoint("decode")
@@ -103,26 +100,7 @@ def test_the_sample_is_a_part_of_the_op_s_reference() -> None:
 
 def result(n: int, after: PromptPoint, *, heads: int = 32, before: PromptPoint = DECODE) -> TuneResult[PromptPoint]:
     task = PromptTask(n, heads, 8, 128)
-    return TuneResult(
-        key=task.key,
-        line=task.line,
-        match=task.match,
-        sizes=task.sizes,
-        before=before,
-        source="a row",
-        latency_before=10.0,
-        throughput_before=10.0,
-        after=after,
-        latency=9.0,
-        throughput=9.0,
-        noise=0.1,
-        nbytes=1,
-        read_rate=1.0,
-        tried=5,
-        refused=0,
-        wrong=(),
-        date="2026-11-22",
-    )
+    return tune_result(task, before, after)
 
 
 GENERATION = """
@@ -153,13 +131,7 @@ def test_rows_of_prompts_stand_beside_those_of_generation(device: Device, librar
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
-    def use(time_us: Callable[[PromptPoint], float]) -> None:
-        def measured(self: PromptTrial, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
-            return Measurement(time_us(point), 0.0)
-
-        monkeypatch.setattr(PromptTrial, "measured", measured)
-
-    return use
+    return lambda time_us: set_clock(monkeypatch, PromptTrial, "measured", lambda trial, point: time_us(point))
 
 
 @pytest.mark.vulkan
@@ -181,12 +153,12 @@ def test_a_model_s_prompt_is_tuned_beside_its_token(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
     monkeypatch.setattr("vkback.autotune.attention_prompts.neighbours", lambda point, caps: iter(()))
     clock(lambda point: 8.0 + point.tile_q / 10 if point.way == "plain" else 50.0)
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "-t", "64", "--budget", "30"])
-    assert done.exit_code == 0, done.output
-    assert "1 attentions of a prompt, 30 s" in done.output
-    assert "attention of 64 tokens, 4/2 heads of 64, depth 0" in done.output
-    assert "before: plain 16 queries x 8 rows, 1 subgroups: 9.60 us" in done.output
-    assert "after:  plain 8 queries x 4 rows, 1 subgroups: 8.80 us, " in done.output
+    code, text = tune("--op", "attention", "-m", "demo-dense", "-t", "64", "--budget", "30")
+    assert code == 0, text
+    assert "1 attentions of a prompt, 30 s" in text
+    assert "attention of 64 tokens, 4/2 heads of 64, depth 0" in text
+    assert "before: plain 16 queries x 8 rows, 1 subgroups: 9.60 us" in text
+    assert "after:  plain 8 queries x 4 rows, 1 subgroups: 8.80 us, " in text
     (table,) = tmp_path.glob("device_*.toml")
     (row,) = load_table(table)
     assert row.set == {"way": "plain", "tile_q": 8, "tile_kv": 4, "warps": 1} and row.match["n"] == {"min": 32, "max": 128}

@@ -9,54 +9,31 @@ from pathlib import Path
 
 import pytest
 from kernel_paths import planned_for
-from typer.testing import CliRunner
+from sweep_kit import H200, set_clock, tune, tune_result
 
 from vkback.autotune.attention import Attention, AttentionPoint, AttentionShape, AttentionTask, actual, attention_shapes, axes, neighbours
 from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.program_sweep import ProgramTrial
 from vkback.autotune.tunable import TuneResult
-from vkback.cli import main as cli
-from vkback.cli.shell import UsageError
 from vkback.device import Device
 from vkback.models.registry import Model
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.paths import builtin_model
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import Measurement
 from vkback.timing.token_program import Tokens, token_graph
 from vkback.tuning.lookup import Tuning
 from vkback.tuning.table import load_table, parse_table
 
 N_CTX = 64
-H200 = "nvidia_h200_linux"
 SHAPE = AttentionShape(32, 8, 128, 4096)
 Clock = Callable[[Callable[[AttentionPoint], float]], None]
 
 
 def result(shape: AttentionShape, after: AttentionPoint) -> TuneResult[AttentionPoint]:
     task, before = AttentionTask(shape, 100), AttentionPoint(32, 4, 1, 1, 64, 64)
-    return TuneResult(
-        key=task.key,
-        line=task.line,
-        match=task.match,
-        sizes=task.sizes,
-        before=before,
-        source="a row",
-        latency_before=10.0,
-        throughput_before=10.0,
-        after=after,
-        latency=9.0,
-        throughput=9.0,
-        noise=0.1,
-        nbytes=1,
-        read_rate=1.0,
-        tried=5,
-        refused=0,
-        wrong=(),
-        date="2026-11-21",
-    )
+    return tune_result(task, before, after)
 
 
 def no_tokens() -> AbstractContextManager[Tokens]:
@@ -146,10 +123,7 @@ def own(device: Device, library: ShaderLibrary, tmp_path: Path) -> DeviceTable:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
-    def use(time_us: Callable[[AttentionPoint], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "measure", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
-
-    return use
+    return lambda time_us: set_clock(monkeypatch, ProgramTrial, "measure", lambda trial, point: time_us(point))
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **values: tuple[int, ...]) -> None:
@@ -235,20 +209,20 @@ def test_rows_replace_those_of_the_same_form_and_no_others(own: DeviceTable) -> 
 
 
 def test_a_case_is_refused() -> None:
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)"])
-    assert isinstance(done.exception, UsageError) and "takes a model, no --case" in str(done.exception)
+    code, text = tune("--op", "attention", "-m", "demo-dense", "--case", "MUL_MAT(type_a=Q4_K,m=64,n=1,k=256)")
+    assert code == 1 and "UsageError: " in text and "takes a model, no --case" in text
 
 
 @pytest.mark.vulkan
 def test_steps_of_several_tokens_are_passed_over_with_a_word() -> None:
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "-t", "8"])
-    assert "attention of 8 tokens passed over: sweeps are of one token, or of prompts of more than 16" in done.output
-    assert isinstance(done.exception, UsageError) and "nothing to tune" in str(done.exception)
+    code, text = tune("--op", "attention", "-m", "demo-dense", "-t", "8")
+    assert "attention of 8 tokens passed over: sweeps are of one token, or of prompts of more than 16" in text
+    assert code == 1 and "UsageError: " in text and "nothing to tune" in text
 
 
 def test_attention_needs_a_model() -> None:
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention"])
-    assert isinstance(done.exception, UsageError) and "name one with --model" in str(done.exception)
+    code, text = tune("--op", "attention")
+    assert code == 1 and "UsageError: " in text and "name one with --model" in text
 
 
 @pytest.mark.vulkan
@@ -256,9 +230,9 @@ def test_the_command_tells_before_and_after(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 108.0 - p.wg_size)
-    done = CliRunner().invoke(cli.app, ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", "20", "-t", "1"])
-    assert done.exit_code == 0, done.output
-    assert "20 in use" in done.output and "before: " in done.output and "92.00 us a token, -8.0 %" in done.output
+    code, text = tune("--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", "20", "-t", "1")
+    assert code == 0, text
+    assert "20 in use" in text and "before: " in text and "92.00 us a token, -8.0 %" in text
     (table,) = tmp_path.glob("device_*.toml")
     (row,) = load_table(table)
     assert row.family == "attention" and row.set["wg_size"] == 16
@@ -270,16 +244,15 @@ def test_resuming_passes_over_forms_that_are_done(monkeypatch: pytest.MonkeyPatc
     only(monkeypatch, wg_size=(8, 16))
     clock(lambda p: 100.0)
 
-    def tune(depth: int) -> str:
-        arguments = ["tune", "--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", str(depth), "-t", "1", "--resume"]
-        done = CliRunner().invoke(cli.app, arguments)
-        assert done.exit_code == 0, done.output
-        return done.output
+    def resumed(depth: int) -> str:
+        code, text = tune("--op", "attention", "-m", "demo-dense", "--ctx", "64", "--depth", str(depth), "-t", "1", "--resume")
+        assert code == 0, text
+        return text
 
-    assert "before: " in tune(20)
-    again = tune(20)
+    assert "before: " in resumed(20)
+    again = resumed(20)
     assert "1 of 1 shapes of attention were finished by an earlier run" in again and "before: " not in again
-    assert "before: " in tune(5), "another depth is another question"
+    assert "before: " in resumed(5), "another depth is another question"
 
 
 @pytest.mark.vulkan

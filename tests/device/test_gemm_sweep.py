@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from typer.testing import CliRunner
+from sweep_kit import H200, set_clock, tune, tune_result
 
 from vkback.autotune.device_table import DeviceTable, table_text
 from vkback.autotune.driver import Sweep, Watcher
@@ -31,8 +31,6 @@ from vkback.autotune.gemm_rows import gemm_rows, tflops
 from vkback.autotune.gemm_sweep import Gemms, GemmTrial, sample
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import TuneResult
-from vkback.cli import main as cli
-from vkback.cli.shell import UsageError
 from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
@@ -41,11 +39,9 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
 from vkback.program.fragments import fragments_hold
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import Measurement
 from vkback.tuning.lookup import Tuning, device_table
 from vkback.tuning.table import parse_table
 
-H200 = "nvidia_h200_linux"
 Q4_K = LinearProblem("Q4_K", 4096, 4096, 512)
 TILES = GemmPoint("coop_mat", 128, 128, 64, 64, 64, 1)
 LINEAR = GemmPoint("gemv")
@@ -185,26 +181,7 @@ def test_the_sample_is_a_part_of_the_op_s_reference(problem: LinearProblem, monk
 
 def result(n: int, after: GemmPoint, *, m: int = 4096, k: int = 4096, before: GemmPoint = LINEAR) -> TuneResult[GemmPoint]:
     task = task_of(LinearProblem("Q4_K", m, k, n), planned_for(H200))
-    return TuneResult(
-        key=task.key,
-        line=task.line,
-        match=task.match,
-        sizes=task.sizes,
-        before=before,
-        source="default.toml [[gemm]] row 1",
-        latency_before=50.0,
-        throughput_before=50.0,
-        after=after,
-        latency=25.0,
-        throughput=24.0,
-        noise=0.1,
-        nbytes=1,
-        read_rate=1.0,
-        tried=9,
-        refused=3,
-        wrong=(),
-        date="2026-11-22",
-    )
+    return tune_result(task, before, after, source="default.toml [[gemm]] row 1", latency_before=50.0, latency=25.0)
 
 
 def test_a_row_speaks_for_tokens_around_its_own_and_the_planner_takes_it() -> None:
@@ -255,13 +232,7 @@ def few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes, by its task's tokens; the kernels still run once, to be checked."""
 
-    def use(time_us: Callable[[GemmPoint, int], float]) -> None:
-        def measured(self: GemmTrial, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
-            return Measurement(time_us(point, self._task.problem.n), 0.0)
-
-        monkeypatch.setattr(GemmTrial, "measured", measured)
-
-    return use
+    return lambda time_us: set_clock(monkeypatch, GemmTrial, "measured", lambda trial, point: time_us(point, trial.task.problem.n))
 
 
 def swept(
@@ -349,11 +320,6 @@ def test_a_kernel_with_wrong_results_never_counts(
 # -- the command
 
 
-def tune(*arguments: str) -> tuple[int, str]:
-    ran = CliRunner().invoke(cli.app, ["tune", *arguments])
-    return ran.exit_code, ran.output + ("" if ran.exception is None else str(ran.exception))
-
-
 @pytest.mark.vulkan
 def test_the_command_tells_where_kernels_cross(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
@@ -384,8 +350,8 @@ def test_the_command_tells_where_kernels_cross(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.vulkan
 def test_the_command_refuses_what_it_cannot_do(arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
-    done = CliRunner().invoke(cli.app, ["tune", *arguments])
-    assert isinstance(done.exception, UsageError) and said in str(done.exception)
+    code, text = tune(*arguments)
+    assert code == 1 and f"UsageError: {said}" in text
 
 
 def test_a_model_s_products_of_a_prompt_are_those_of_its_schedule() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from typer.testing import CliRunner
+from sweep_kit import H200, set_clock, shaders_with, tune, tune_result
 
 from vkback.autotune import program_sweep
 from vkback.autotune.device_table import DeviceTable, table_text
@@ -30,23 +29,20 @@ from vkback.autotune.program_sweep import (
     replaced,
 )
 from vkback.autotune.tunable import TuneResult
-from vkback.cli import main as cli
 from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
-from vkback.paths import builtin_model, shader_root
+from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary
 from vkback.timing import token_program
-from vkback.timing.launches import Measurement
 from vkback.timing.token_program import Tokens, is_barrier_free, token_graph
 from vkback.tuning.lookup import Overrides, Tuning, device_table
 from vkback.tuning.table import parse_table
 
-H200 = "nvidia_h200_linux"
 Clock = Callable[[Callable[[Point], float]], None]
 WORD = {"schedule": {"sync": "sentinel"}}
 SCHEDULE_ROW = '[[schedule]]\nn = 1\nset = { sync = "sentinel" }\nmeasured = "test"\n'
@@ -143,10 +139,7 @@ def runs(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a token takes with a point in its program."""
 
-    def to(time_us: Callable[[Point], float]) -> None:
-        monkeypatch.setattr(ProgramTrial, "measure", lambda self, point, repetitions: Measurement(time_us(point), 0.0))
-
-    return to
+    return lambda time_us: set_clock(monkeypatch, ProgramTrial, "measure", lambda trial, point: time_us(point))
 
 
 @pytest.mark.vulkan
@@ -197,21 +190,11 @@ def test_a_token_is_timed_by_the_device(runs: Runs, library: ShaderLibrary, monk
     assert found.read_share > 0
 
 
-def broken(folder: Path, file: str, place: str, fault: str) -> ShaderLibrary:
-    """The shaders with a text of a file of the family replaced."""
-    root = folder / "shaders"
-    shutil.copytree(shader_root(), root)
-    text = (root / "gemv" / file).read_text()
-    assert place in text
-    (root / "gemv" / file).write_text(text.replace(place, fault))
-    return ShaderLibrary(root, folder / "cache")
-
-
 LANE = "    lane = tid % LANES;\n"
 
 
-TENTH_MORE = ("epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
-TIMING_OUT = ("gemv.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
+TENTH_MORE = ("gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
+TIMING_OUT = ("gemv/gemv.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +220,7 @@ def test_a_wrong_token_is_refused_and_named(
         return [*before, actual(Point(8, 8, 1, 1), task, task.context(self.ctx))]
 
     monkeypatch.setattr(Gemvs, "starts", starts)
-    (found,) = runs.sweep(broken(tmp_path, *fault)).run([task])
+    (found,) = runs.sweep(shaders_with(tmp_path, *fault)).run([task])
     assert before[0].wg != 8
     assert [p.wg for p, text in runs.said.items() if re.match(said, text)] == [8]
     assert [text.partition(":")[0] for text in found.wrong] == ["8 threads, 8 lanes, 1 rows, unroll 1"]
@@ -246,7 +229,7 @@ def test_a_wrong_token_is_refused_and_named(
 
 @pytest.mark.vulkan
 def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: Path) -> None:
-    library = broken(tmp_path, "gemv.comp", LANE, f"{LANE}#if SPINS\n    spin_timeout = 1u;\n#endif\n")
+    library = shaders_with(tmp_path, "gemv/gemv.comp", LANE, f"{LANE}#if SPINS\n    spin_timeout = 1u;\n#endif\n")
     sweep = runs.sweep(library)
     assert sweep.run([runs.task]) == []
     assert "a spin-wait timed out" in sweep.faults[0]
@@ -257,13 +240,13 @@ def test_a_program_that_is_wrong_as_it_stands_is_a_fault(runs: Runs, tmp_path: P
 def test_the_command_tunes_in_the_program_where_it_is_barrier_free(runs: Runs, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     clock(lambda point: 100.0)
     monkeypatch.setenv("VKBACK_TUNING", str(runs.folder))
-    ran = CliRunner().invoke(cli.app, ["tune", "--op", "gemv", "-m", "demo-dense", "--budget", "1"])
-    assert ran.exit_code == 0, ran.output
-    assert "8 GEMVs, 8 of them in the program of a token" in ran.output
-    assert runs.task.line in ran.output.replace("demo-dense-Q4_K_M", "demo-dense")
-    assert "us a token" in ran.output
-    assert "latency us" not in ran.output
-    assert "0 of " in ran.output
+    code, text = tune("--op", "gemv", "-m", "demo-dense", "--budget", "1")
+    assert code == 0, text
+    assert "8 GEMVs, 8 of them in the program of a token" in text
+    assert runs.task.line in text.replace("demo-dense-Q4_K_M", "demo-dense")
+    assert "us a token" in text
+    assert "latency us" not in text
+    assert "0 of " in text
     assert runs.table.read_text().endswith(SCHEDULE_ROW)
 
 
@@ -272,26 +255,7 @@ def test_results_of_programs_and_of_chains_do_not_meet() -> None:
     point = Point(64, 32, 2, 2)
 
     def result(task: Task, latency: float) -> TuneResult[Point]:
-        return TuneResult(
-            key=task.key,
-            line=task.line,
-            match=task.match,
-            sizes=task.sizes,
-            before=point,
-            source="test",
-            latency_before=10.0,
-            throughput_before=9.0,
-            after=point._replace(wg=128),
-            latency=latency,
-            throughput=7.0,
-            noise=0.1,
-            nbytes=28_000_000,
-            read_rate=4000.0,
-            tried=9,
-            refused=3,
-            wrong=(),
-            date="2026-11-21",
-        )
+        return tune_result(task, point, point._replace(wg=128), latency=latency)
 
     chain = dataclasses.replace(task, program="")
     results = [result(task, 900.0), result(chain, 8.0), result(dataclasses.replace(chain, path="float"), 9.0)]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from typer.testing import CliRunner
+from sweep_kit import CARD, H200, shaders_with, tune, tune_result
 
 from vkback.autotune.chain_sweep import ChainGemvs, expected
 from vkback.autotune.device_table import DeviceTable, table_lock, table_text
@@ -28,7 +27,6 @@ from vkback.autotune.points import Point, Task, actual, axes, lowered, neighbour
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.search import beats
 from vkback.autotune.tunable import TuneResult
-from vkback.cli import main as cli
 from vkback.cli.tune_parts import of_model
 from vkback.device import Capabilities, Device
 from vkback.harness.cases import find_case
@@ -37,13 +35,11 @@ from vkback.harness.runner import reference_inputs
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
 from vkback.tuning.lookup import Tuning, device_table
 from vkback.tuning.table import parse_table
 
-H200 = "nvidia_h200_linux"
 A = Point(256, 64, 1, 4)
 B = Point(64, 32, 2, 2)
 
@@ -219,30 +215,11 @@ def test_only_a_time_beyond_the_noise_of_both_is_better() -> None:
 
 # -- the table
 
-CARD = "Card, driver 1"
-
 
 def result(m: int, k: int, *, after: Point = B, path: str = "int", latency: float = 8.0, **match: object) -> TuneResult[Point]:
     task = Task(LinearProblem("Q4_K", m, k, x="Q8_1" if path == "int" else "F32"), "int" if path == "int" else "float")
-    return TuneResult(
-        key=task.key + str(match),
-        line=task.line,
-        match={**task.match, **match},
-        sizes=task.sizes,
-        before=A,
-        source="nvidia.toml [[gemv]] row 1",
-        latency_before=10.0,
-        throughput_before=9.0,
-        after=after,
-        latency=latency,
-        throughput=7.0,
-        noise=0.1,
-        nbytes=28_000_000,
-        read_rate=4000.0,
-        tried=9,
-        refused=3,
-        wrong=(),
-        date="2026-11-21",
+    return tune_result(
+        task, A, after, key=task.key + str(match), match={**task.match, **match}, source="nvidia.toml [[gemv]] row 1", latency=latency
     )
 
 
@@ -323,13 +300,8 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, libr
 @pytest.fixture
 def broken(tmp_path: Path) -> ShaderLibrary:
     """Shaders whose sums of more than one row a row group are a little off."""
-    root = tmp_path / "shaders"
-    shutil.copytree(shader_root(), root)
-    file = root / "gemv" / "epilogue.glsl"
-    text = file.read_text()
-    assert "return NORMED(total[c]) + addend[c];" in text
-    file.write_text(text.replace("return NORMED(total[c]) + addend[c];", "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"))
-    return ShaderLibrary(root, tmp_path / "cache")
+    fault = "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"
+    return shaders_with(tmp_path, "gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", fault)
 
 
 @pytest.mark.vulkan
@@ -353,25 +325,17 @@ def test_points_with_wrong_results_are_not_timed(
 
 @pytest.mark.vulkan
 def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "shaders"
-    shutil.copytree(shader_root(), root)
-    file = root / "gemv" / "epilogue.glsl"
-    file.write_text("#if ROWS == 2\n#error two rows\n#endif\n" + file.read_text())
+    normed = "return NORMED(total[c]) + addend[c];"
+    library = shaders_with(tmp_path, "gemv/epilogue.glsl", normed, f"\n#if ROWS == 2\n#error two rows\n#endif\n    {normed}")
     points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1), Point(16, 8, 1, 1)]
     refused: list[str] = []
     watcher = Watcher(point=lambda task, point, said: refused.append(said) if point.rows == 2 else None)
     tasks = tasks_for([(LinearProblem("Q4_K", 64, 256), 1)], LowerContext(device.caps, Tuning.for_device(device.caps)))
     monkeypatch.setattr(Gemvs, "starts", lambda self, task: points)
     monkeypatch.setattr(Gemvs, "picked", lambda self, task, tables: (points[0], "test"))
-    library = ShaderLibrary(root, tmp_path / "cache")
     (found,) = sweep_of(device, library, tmp_path, budget_s=0.1, watcher=watcher).run(tasks)
     assert found.after.rows == 1
     assert "two rows" in refused[0]
-
-
-def tune(*arguments: str) -> tuple[int, str]:
-    ran = CliRunner().invoke(cli.app, ["tune", *arguments])
-    return ran.exit_code, ran.output + ("" if ran.exception is None else str(ran.exception))
 
 
 @pytest.mark.vulkan

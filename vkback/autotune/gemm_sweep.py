@@ -102,7 +102,7 @@ class GemmTrial:
     """A task in a chain of launches. quickest: kept up to date with the shortest time of each kernel, in microseconds."""
 
     def __init__(self, bench: Bench, task: GemmTask, ctx: LowerContext, want: Sample, quickest: dict[Kernel, float]) -> None:
-        self._bench, self._task, self._ctx, self._want, self._quickest = bench, task, ctx, want, quickest
+        self._bench, self.task, self._ctx, self._want, self._quickest = bench, task, ctx, want, quickest
         self._node = task.node()
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class GemmTrial:
         """Nothing: the next task may have the same weights."""
 
     def compile(self, points: Iterable[GemmPoint]) -> None:
-        compile_points(self._bench.device, self._bench.library, self._task, points, self._ctx)
+        compile_points(self._bench.device, self._bench.library, self.task, points, self._ctx)
 
     def wrong(self, point: GemmPoint) -> str:
         ctx = with_point(self._ctx, point)
@@ -134,11 +134,11 @@ class GemmTrial:
     def measured(self, point: GemmPoint, chained: bool, repetitions: int) -> Measurement:
         ctx, launches = with_point(self._ctx, point), None
         if self._ctx.caps.software:
-            launches = max(1, int(SOFTWARE_RUN_US / predicted_us(lowered(self._task, point, self._ctx), self._ctx.caps)))
+            launches = max(1, int(SOFTWARE_RUN_US / predicted_us(lowered(self.task, point, self._ctx), self._ctx.caps)))
         return self._bench.measure(ctx, chained=chained, repetitions=repetitions, warm_s=WARM_S, node=self._node, launches=launches)
 
     def nbytes(self, point: GemmPoint) -> int:
-        return sum(d.nbytes for d in lowered(self._task, point, self._ctx))
+        return sum(d.nbytes for d in lowered(self.task, point, self._ctx))
 
 
 class Gemms:
