@@ -56,6 +56,11 @@ def kernel_spec(library: ShaderLibrary, spirv: bytes, variant: Variant, bindings
     return KernelSpec(spirv, variant.name, bindings, push_bytes, library.specialization(variant), variant.subgroup_size)
 
 
+def kernel_of(device: Device, library: ShaderLibrary, variant: Variant, bindings: int, push_bytes: int) -> Kernel:
+    """The kernel of one variant, for a launch beside any program."""
+    return _kernel(device, kernel_spec(library, library.spirv(variant), variant, bindings, push_bytes))
+
+
 def dispatch_spec(d: Dispatch, library: ShaderLibrary) -> KernelSpec:
     """What to ask the device layer for, for one dispatch."""
     return kernel_spec(library, library.spirv(d.kernel), d.kernel, len(d.args), len(d.push))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from vkback.device import Device, Kernel
 from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, matrix_shapes, matrix_spec
 from vkback.ops.workgroup import required_subgroup
-from vkback.program.compile import kernel_spec
+from vkback.program.compile import kernel_of
 from vkback.shader import ShaderLibrary, Spec, Variant
 
 Shape = tuple[int, int, int]
@@ -45,7 +45,7 @@ def fragments_alike(device: Device, library: ShaderLibrary, matrix: Shape) -> bo
 
 def _kernel(device: Device, library: ShaderLibrary, source: str, spec: Spec) -> Kernel:
     variant = Variant.of(source, spec=spec, subgroup_size=required_subgroup(device.caps))
-    return device.kernels([kernel_spec(library, library.spirv(variant), variant, 3, 0)])[0]
+    return kernel_of(device, library, variant, 3, 0)
 
 
 def row_lanes_found(device: Device, library: ShaderLibrary) -> int:

@@ -20,7 +20,7 @@ from vkback.ops.dispatch import pack_push
 from vkback.ops.lowering import PlanError
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.workgroup import required_subgroup
-from vkback.program.compile import kernel_spec
+from vkback.program.compile import kernel_of
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import span_us, warm_up
 
@@ -97,8 +97,7 @@ def _matrix_rate(device: Device, library: ShaderLibrary) -> MathRate:
                 continue
             spec = matrix_spec(subgroups, matrix, caps) | {"ROWS": a, "COLUMNS": b}
             variant = Variant.of("probe/matrix_rate.comp", spec=spec, subgroup_size=required_subgroup(caps))
-            compiled = device.kernels([kernel_spec(library, library.spirv(variant), variant, 2, 4)])[0]
-            us = _shortest_us(device, compiled, [source, sink], pack_push(rounds), groups)
+            us = _shortest_us(device, kernel_of(device, library, variant, 2, 4), [source, sink], pack_push(rounds), groups)
             rate = 2e6 * prod(matrix) * a * b * subgroups * groups * rounds / us
             if rate > best.flops_per_second:
                 best = MathRate("coop_mat", rate, f"{subgroups} subgroups of {a} x {b} matrices")
