@@ -101,16 +101,20 @@ class Interface:
         return tuple(args)
 
 
-@lru_cache(256)
 def interface(source: str, root: Path | None = None) -> Interface:
-    """The interface of a shader, a file relative to the folder of shaders.
+    """The interface of a shader, a file relative to the folder of shaders (root, default vkback's own); read once.
 
     Raises CompileError for a file that cannot be read, and for a constant that is declared twice with different numbers.
     """
+    return _read(source, root or shader_root())
+
+
+@lru_cache(256)
+def _read(source: str, root: Path) -> Interface:
     constants: dict[str, Constant] = {}
     buffers: dict[str, str] = {}
     defines: dict[str, int] = {}
-    for text in _texts(source, root or shader_root(), set()):
+    for text in _texts(source, root, set()):
         for id, type, name in CONSTANT.findall(text):
             declared = Constant(int(id), type)
             if constants.setdefault(name, declared) != declared:
