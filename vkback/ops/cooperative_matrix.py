@@ -45,8 +45,13 @@ def row_lanes(ctx: LowerContext) -> int:
     return 0 if known == "unknown" else int(known)
 
 
+def workgroup_spec(subgroups: int, caps: Capabilities) -> Spec:
+    """Specialization constants of a workgroup of so many subgroups."""
+    return {"WG": subgroups * caps.subgroup_size, "SG": caps.subgroup_size}
+
+
 def matrix_spec(subgroups: int, matrix: tuple[int, int, int], caps: Capabilities) -> Spec:
     """Specialization constants of shaders/gemm/matrix.glsl: of a workgroup of so many subgroups, and matrices of so many rows, columns
     and depth."""
     rows, columns, depth = matrix
-    return {"WG": subgroups * caps.subgroup_size, "SG": caps.subgroup_size, "FM": rows, "FN": columns, "FK": depth}
+    return workgroup_spec(subgroups, caps) | {"FM": rows, "FN": columns, "FK": depth}

@@ -35,6 +35,11 @@ class Arg:
     part: str = ""
 
 
+def arg_of(tensor: Tensor | None, access: Access = "r") -> Arg | None:
+    """A tensor that some launches of a kernel do not have."""
+    return Arg(tensor, access) if tensor is not None else None
+
+
 @dataclass(frozen=True)
 class SpinWaits:
     """What the workgroups of a kernel with shaders/common/sentinel.glsl or shaders/common/arrivals.glsl wait for, by tensor names.

@@ -23,7 +23,7 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.codebooks import CODEBOOK_TYPES, IN_PAIRS, decoder
 from vkback.ops.cooperative_matrix import fragments_possible, matrix_spec
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, arg_of, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
 from vkback.ops.matmul.gemm_problem import GLU_KINDS, Gemm, GemmShape, decoder_spec
@@ -157,12 +157,14 @@ def _by_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int
     alone = dataclasses.replace(shard, row0=0) if split > 1 else shard  # parts have this shard's rows alone
     push = push_words(making, shape, alone, packed_stride(problem.k, shape, caps), y_stride)
     weight = Arg(problem.w, "r", index)
-    optional = {"Bias": making.bias, "ColumnFactors": making.x_factors, "Residual": making.residual, "Route": making.route}
     buffers = {
         "WeightWords": weight,
         "X": Arg(making.x),
         "Y": Arg(target, "w", part=part),
-        **{name: Arg(t) for name, t in optional.items() if t is not None},
+        "Bias": arg_of(making.bias),
+        "ColumnFactors": arg_of(making.x_factors),
+        "Residual": arg_of(making.residual),
+        "Route": arg_of(making.route),
         "Overflow": Arg(overflow_word(target), "rw", part=part) if target.type == "F16" else None,
     }
     shader = "gemm/coop_mat.comp"

@@ -14,7 +14,7 @@ from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.codebooks import decoder
 from vkback.ops.cooperative_matrix import matrix_shapes, matrix_spec
-from vkback.ops.dispatch import Access, Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, arg_of, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
 from vkback.ops.matmul.gemm import grid, push_words, weight_bytes
@@ -100,7 +100,7 @@ def pack_units(
     spec = matrix_spec(threads // caps.subgroup_size, shape.matrix, caps) | {"ROW_LANES": shape.row_lanes, "NORM": norms}
     parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
     shader = "gemm/pack_units.comp"
-    buffers = {"X": Arg(x), "Y": Arg(y, "w"), "NormWeight": Arg(norm) if norm else None, "Overflow": Arg(overflow_word(y), "rw")}
+    buffers = {"X": Arg(x), "Y": Arg(y, "w"), "NormWeight": arg_of(norm), "Overflow": Arg(overflow_word(y), "rw")}
     return Dispatch(
         Variant.of(shader, spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, Arg(norm or x)),
@@ -164,7 +164,7 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
     if problem.squares is not None:
         spec |= {"X_SQUARES": problem.squares.shape[-1], "EPS": float(problem.eps)}
     weight = Arg(problem.w, "r", index)
-    buffers = {"WeightWords": weight, "X": Arg(problem.x), "Bias": _arg(problem.bias), "XSquares": _arg(problem.squares)}
+    buffers = {"WeightWords": weight, "X": Arg(problem.x), "Bias": arg_of(problem.bias), "XSquares": arg_of(problem.squares)}
     if problem.heads is not None:
         shader, stored, y_stride = HEADS_SHADER, "rotated and stored", problem.y.shape[-1]
         spec |= _heads_spec(problem.heads)
@@ -191,10 +191,6 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
     )
 
 
-def _arg(tensor: Tensor | None, access: Access = "r") -> Arg | None:
-    return Arg(tensor, access) if tensor is not None else None
-
-
 def _epilogue_spec(problem: Gemm, shape: GemmShape, caps: Capabilities) -> Spec:
     """Constants of shaders/gemm/coop_reg.comp alone."""
     outputs = problem.m >> (problem.glu != "")
@@ -212,11 +208,11 @@ def _epilogue_buffers(problem: Gemm, shard: Shard, caps: Capabilities) -> dict[s
     packed = problem.y if problem.y.type == "F16" else problem.units
     return {
         "Y": Arg(problem.y, "w", part="" if whole else f"rows {problem.y_row0} {shard.row0}"),
-        "Residual": _arg(problem.residual),
+        "Residual": arg_of(problem.residual),
         "Overflow": Arg(overflow_word(packed), "rw") if packed is not None else None,
-        "Units": _arg(problem.units, "w"),
-        "NextNormWeight": _arg(problem.units_norm),
-        "YSquares": _arg(problem.y_squares, "w"),
+        "Units": arg_of(problem.units, "w"),
+        "NextNormWeight": arg_of(problem.units_norm),
+        "YSquares": arg_of(problem.y_squares, "w"),
     }
 
 
@@ -229,7 +225,7 @@ def _heads_spec(heads: Heads) -> Spec:
 
 def _heads_buffers(heads: Heads, row0: int, m: int) -> dict[str, Arg | None]:
     """Buffers of shaders/gemm/coop_reg_heads.comp alone. Of Q and the caches those of which the product makes rows: m, from row0 on."""
-    stored: dict[str, Arg | None] = {"Positions": Arg(heads.pos), "Angles": _arg(heads.angles)}
+    stored: dict[str, Arg | None] = {"Positions": Arg(heads.pos), "Angles": arg_of(heads.angles)}
     first = 0
     for name, tensor, rows in zip(("Q", "CacheK", "CacheV"), (heads.q, *heads.caches), heads.rows, strict=True):
         stored[name] = Arg(tensor, "w") if first < row0 + m and row0 < first + rows else None

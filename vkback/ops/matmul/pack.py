@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vkback.device import Capabilities
 from vkback.graph import Tensor
-from vkback.ops.cooperative_matrix import matrix_spec
-from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
+from vkback.ops.cooperative_matrix import matrix_spec, workgroup_spec
+from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, arg_of, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.route import max_tiles
@@ -73,15 +73,14 @@ def pack_f16(
     sums = by_rows or (eps is not None and (factors is None or stores_factors))  # adds up squares, or looks for the largest value
     subgroups = pack_subgroups(shape, caps, sums)
     norms = 3 if by_rows else 0 if eps is None else 1 if norm is None else 2
-    spec = matrix_spec(subgroups, shape.matrix, caps) | {
+    # Without fragments x stays in rows, and the shader declares no matrices.
+    cut = matrix_spec(subgroups, shape.matrix, caps) if shape.fragments else workgroup_spec(subgroups, caps)
+    spec = cut | {
         "NORM": norms,
         "GROUPED": int(routes is not None),
         "TILE_N": shape.tile_n if routes is not None else 1,
         "FACTORS": 0 if factors is None or by_rows else 1 if stores_factors else 2,
     }
-    # Without fragments x stays in rows, and the matrix shape has no effect.
-    if not shape.fragments:
-        del spec["FM"], spec["FN"], spec["FK"]  # matrices of rows in order
     columns = shape.matrix[1] if shape.fragments else subgroups
     rooms = y.shape[0]
     groups = ceil_div(rooms if routes is not None else n, columns)
@@ -94,9 +93,9 @@ def pack_f16(
     buffers = {
         "X": Arg(x),
         "Y": Arg(y, "w"),
-        "NormWeight": Arg(norm) if norm else None,
-        "Route": Arg(routes) if routes else None,
-        "Factors": Arg(factors, "w" if stores_factors or by_rows else "r") if factors else None,
+        "NormWeight": arg_of(norm),
+        "Route": arg_of(routes),
+        "Factors": arg_of(factors, "w" if stores_factors or by_rows else "r"),
         "Overflow": Arg(overflow_word(y), "rw"),
     }
     return Dispatch(
