@@ -10,16 +10,14 @@ import hashlib
 import json
 import locale
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from vkback.device import Capabilities
 from vkback.engine.sampler import add_sampler
 from vkback.harness.cases import context_of, quick_cases
 from vkback.models import Model
-from vkback.models.synth import SHAPES, write_outline
+from vkback.models.synth import SHAPES, outline
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
@@ -43,25 +41,21 @@ def digest(dispatches: Iterable[Dispatch]) -> str:
 
 def digests() -> Iterator[tuple[str, str]]:
     """Pairs of what was planned, as "device: case", and its digest."""
-    with tempfile.TemporaryDirectory() as folder:
-        models = {shape: Path(folder) / f"{shape}.gguf" for shape in SHAPES}
-        for shape, file in models.items():
-            write_outline(f"{shape}-F32", file, layers=None if shape.startswith("tiny-") else 2)
-        for device in DEVICES:
-            caps = Capabilities.from_profile(device)
-            ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root()))
-            for case in quick_cases():
+    models = {shape: Model.of(outline(f"{shape}-F32", layers=None if shape.startswith("tiny-") else 2)) for shape in SHAPES}
+    for device in DEVICES:
+        caps = Capabilities.from_profile(device)
+        ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root()))
+        for case in quick_cases():
+            with suppress(PlanError):
+                problem, own = case.build(), context_of(case, ctx)
+                yield f"{device}: {case.line}", digest(d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own))
+        for shape, model in models.items():
+            for tokens in TOKENS:
+                graph = model.graph(tokens, 128, head="last")
+                if tokens == 1:
+                    add_sampler(graph, greedy=False)
                 with suppress(PlanError):
-                    problem, own = case.build(), context_of(case, ctx)
-                    yield f"{device}: {case.line}", digest(d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own))
-            for shape, file in models.items():
-                model = Model.open(file)
-                for tokens in TOKENS:
-                    graph = model.graph(tokens, 128, head="last")
-                    if tokens == 1:
-                        add_sampler(graph, greedy=False)
-                    with suppress(PlanError):
-                        yield f"{device}: {shape} of {tokens} tokens", digest(plan(graph, ctx, fusion="all").dispatches())
+                    yield f"{device}: {shape} of {tokens} tokens", digest(plan(graph, ctx, fusion="all").dispatches())
 
 
 if __name__ == "__main__":

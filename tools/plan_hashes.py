@@ -17,7 +17,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of, quick_cases
 from vkback.models import Model
 from vkback.models.builder import F16_CACHE, CacheTypes
-from vkback.models.synth import SHAPES, synthetic_names, write_outline
+from vkback.models.synth import SHAPES, outline, synthetic_names
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
@@ -151,27 +150,26 @@ def _chosen_models(quick: bool) -> Iterator[str]:
 def hashes(profiles: list[str], models: list[str], quick: bool) -> dict[str, str]:
     """By name every hash."""
     found: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        opened = [(path.stem, Model.open(path)) for path in builtin_models() if not models or path.stem in models]
-        for name in models or _chosen_models(quick):
-            if name not in synthetic_names():
-                continue
-            path = Path(folder) / f"{name}.gguf"
-            try:
-                write_outline(name, path, layers=LAYERS)
-            except VkbackError:  # it has fewer
-                write_outline(name, path)
-            opened.append((name, Model.open(path)))
-        for profile in profiles:
-            begun = time.perf_counter()
-            caps = Capabilities.from_profile(profile)
-            ctx = LowerContext(caps, Tuning.for_device(caps))
-            for name, model in opened:
-                found |= {f"{profile} {name} {key}": value for key, value in of_model(model, ctx, quick)}
-            if not models:
-                found |= {f"{profile} {key}": value for key, value in of_cases(ctx)}
-            print(f"{profile}: {len(found)} plans so far, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
+    opened = [(path.stem, Model.open(path)) for path in builtin_models() if not models or path.stem in models]
+    opened += [(name, _outlined(name)) for name in models or _chosen_models(quick) if name in synthetic_names()]
+    for profile in profiles:
+        begun = time.perf_counter()
+        caps = Capabilities.from_profile(profile)
+        ctx = LowerContext(caps, Tuning.for_device(caps))
+        for name, model in opened:
+            found |= {f"{profile} {name} {key}": value for key, value in of_model(model, ctx, quick)}
+        if not models:
+            found |= {f"{profile} {key}": value for key, value in of_cases(ctx)}
+        print(f"{profile}: {len(found)} plans so far, {time.perf_counter() - begun:.0f} s", file=sys.stderr)
     return found
+
+
+def _outlined(name: str) -> Model:
+    """The first layers of a synthetic model."""
+    try:
+        return Model.of(outline(name, layers=LAYERS))
+    except VkbackError:  # it has fewer
+        return Model.of(outline(name))
 
 
 def main() -> int:

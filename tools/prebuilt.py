@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from vkback.engine.sampler import add_sampler
 from vkback.engine.weight_stream import REPACK
 from vkback.errors import VkbackError
 from vkback.models import Model
-from vkback.models.synth import write_outline
+from vkback.models.synth import outline
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention import train as attention_train
 from vkback.ops.lowering import LowerContext, PlanError
@@ -78,20 +77,17 @@ def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:
     the probes of vkbench."""
     apart = {(v.source, v.defines) for v in matrix_variants()}
     found = dict.fromkeys([REPACK, *read_variants(), *dot_variants()])
-    with tempfile.TemporaryDirectory() as folder:
-        for model in _models(Path(folder)):
-            for device in devices:
-                caps = Capabilities.from_profile(device)
-                tables = Tuning.for_device(caps, tuning_root())  # not the tables that vkback tune made on this machine
-                for schedule in _schedules(model, LowerContext(caps, tables)):
-                    found |= dict.fromkeys(Variant(d.kernel.source, d.kernel.defines) for d in schedule.dispatches())
+    for model in _models():
+        for device in devices:
+            caps = Capabilities.from_profile(device)
+            tables = Tuning.for_device(caps, tuning_root())  # not the tables that vkback tune made on this machine
+            for schedule in _schedules(model, LowerContext(caps, tables)):
+                found |= dict.fromkeys(Variant(d.kernel.source, d.kernel.defines) for d in schedule.dispatches())
     return [v for v in found if (v.source, v.defines) not in apart]
 
 
-def _models(folder: Path) -> list[Model]:
-    for name in MODELS:
-        write_outline(name, folder / f"{name}.gguf", layers=LAYERS)
-    return [Model.open(path) for path in (*builtin_models(), *sorted(folder.glob("*.gguf")))]
+def _models() -> list[Model]:
+    return [*map(Model.open, builtin_models()), *(Model.of(outline(name, layers=LAYERS)) for name in sorted(MODELS))]
 
 
 def _schedules(model: Model, ctx: LowerContext) -> Iterator[Schedule]:

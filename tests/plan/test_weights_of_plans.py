@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from kernel_paths import planned_for
 from vkback.graph import Node, Tensor
 from vkback.models import Model
 from vkback.models.builder import Head
-from vkback.models.synth import SHAPES, write_outline
+from vkback.models.synth import SHAPES, outline
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_node import weight
 from vkback.ops.op import OPS
@@ -33,9 +32,8 @@ def weights(model: Model, ctx: LowerContext, n: int, head: Head) -> set[tuple[st
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("shape", TINY)
-def test_programs_of_any_size_use_the_weights_that_are_loaded(shape: str, profile: str, exact: bool, tmp_path: Path) -> None:
-    write_outline(f"{shape}-Q8_0", tmp_path / "model.gguf")
-    model, ctx = Model.open(tmp_path / "model.gguf"), planned_for(profile)
+def test_programs_of_any_size_use_the_weights_that_are_loaded(shape: str, profile: str, exact: bool) -> None:
+    model, ctx = Model.of(outline(f"{shape}-Q8_0")), planned_for(profile)
     ctx = exact_context(ctx) if exact else ctx
     loaded = weights(model, ctx, 1, "last") | weights(model, ctx, 2, "none")
     for n, head in ((2, "last"), (2, "all"), (8, "none"), (16, "all"), (17, "all"), (64, "last"), (512, "none")):
