@@ -27,9 +27,11 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.paths import builtin_model
 
 MESSAGES = [
-    {"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hé <b>you</b> & I"}, {"role": "assistant", "content": "So"},
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "Hé <b>you</b> & I"},
+    {"role": "assistant", "content": "So"},
     {"role": "user", "content": "Then?"},
-]  # fmt: skip
+]
 
 CASES: dict[str, tuple[str, str]] = {
     "plain": (PLAIN, "System:  Be brief. \nUser: Hé <b>you</b> & I\nAssistant: So\nUser: Then?\nAssistant:"),
@@ -73,7 +75,7 @@ CASES: dict[str, tuple[str, str]] = {
         "{{ '%s|%d' | format('a', 3) }}{{ messages | map(attribute='role') | join(',') }}{{ bos_token ~ add_generation_prompt }}",
         "brief.noneFalsea|3system,user,assistant,user<s>True",
     ),
-}  # fmt: skip
+}
 """Name -> template, and the text that transformers 5.24 makes of it and MESSAGES."""
 
 
@@ -113,14 +115,20 @@ MEMORY = "needs more than 512 MiB of memory"
 TIME = "takes more than 1 s"
 
 HUNGRY = [
-    ("{{ 'a' * 10**8 }}", CHARS), ("{{ 'a' * 10**15 }}", MEMORY), ("{{ 'a' * 10**30 }}", MEMORY), ("{{ 'a'.ljust(10**10) }}", MEMORY),
-    ("{{ '%2000000000d' % 5 }}", MEMORY), ("{{ 'a' | center(10**10) }}", MEMORY), ("{{ [[1] * 10**6] * 10**6 | length }}", MEMORY),
+    ("{{ 'a' * 10**8 }}", CHARS),
+    ("{{ 'a' * 10**15 }}", MEMORY),
+    ("{{ 'a' * 10**30 }}", MEMORY),
+    ("{{ 'a'.ljust(10**10) }}", MEMORY),
+    ("{{ '%2000000000d' % 5 }}", MEMORY),
+    ("{{ 'a' | center(10**10) }}", MEMORY),
+    ("{{ [[1] * 10**6] * 10**6 | length }}", MEMORY),
     ("{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}", MEMORY),
     ("{% for i in range(99999) %}{% for j in range(99999) %}0123456789{% endfor %}{% endfor %}", CHARS),
-    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME), ("{{ 9**(9**9) }}", f"{TIME}|{MEMORY}"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", TIME),
+    ("{{ 9**(9**9) }}", f"{TIME}|{MEMORY}"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: maximum recursion depth"),
     ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "fails: "),
-]  # fmt: skip
+]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only here does the system bound a process's address space")
@@ -279,9 +287,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(model: LoadedModel, monkeypatch
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
     long = "word " * 10_000_000
     least = len(long) // model.tokenizer.longest
-    for call in (
-        lambda: model.generate(long), lambda: model.session().stream_from(long), lambda: model.chat(long, template="plain"),
-    ):  # fmt: skip
+    for call in (lambda: model.generate(long), lambda: model.session().stream_from(long), lambda: model.chat(long, template="plain")):
         with pytest.raises(ContextLengthError, match=r"would have at least \d+ tokens, the context has 128") as error:
             call()
         assert error.value.n_ctx == 128 and error.value.tokens >= least

@@ -839,9 +839,14 @@ def test_serve_with_the_built_in_model_its_log_and_sigterm_within_a_stream(tmp_p
     ],
 )
 def test_serve_looks_at_the_chat_template_when_it_starts(
-    device: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-    template: str | None, code: int, said: str,
-) -> None:  # fmt: skip
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    template: str | None,
+    code: int,
+    said: str,
+) -> None:
     (tmp_path / "own").write_text(template or "")
     monkeypatch.setattr(LoadedModel, "_builtin", False)
     monkeypatch.setattr(run_module, "run_app", lambda *_, **__: None)
@@ -854,10 +859,12 @@ def test_serve_looks_at_the_chat_template_when_it_starts(
 @pytest.mark.parametrize(
     ("host", "given", "found"),
     [
-        ("127.0.0.1", [], ["127.0.0.1", "[::1]", "localhost"]), ("::1", [], ["127.0.0.1", "[::1]", "localhost"]), ("0.0.0.0", [], ["*"]),
+        ("127.0.0.1", [], ["127.0.0.1", "[::1]", "localhost"]),
+        ("::1", [], ["127.0.0.1", "[::1]", "localhost"]),
+        ("0.0.0.0", [], ["*"]),
         ("0.0.0.0", ["a.example"], ["127.0.0.1", "[::1]", "localhost", "a.example"]),
     ],
-)  # fmt: skip
+)
 def test_hosts_that_a_server_answers_to(host: str, given: list[str], found: list[str]) -> None:
     assert serve.hosts_of(host, given) == found
 

@@ -161,9 +161,14 @@ def render(
     if not conversation:
         raise ChatTemplateError("[chat] there are no messages; give at least one, as [{'role': 'user', 'content': 'Hello'}]")
     variables = {
-        "messages": conversation, "bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt, "tools": None,
-        "documents": None, **variables,
-    }  # fmt: skip
+        "messages": conversation,
+        "bos_token": bos,
+        "eos_token": eos,
+        "add_generation_prompt": add_generation_prompt,
+        "tools": None,
+        "documents": None,
+        **variables,
+    }
     length = sum(len(message["content"]) for message in conversation)
     chars = MESSAGE_TIMES * length + SPARE_CHARS
     try:

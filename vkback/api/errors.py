@@ -17,5 +17,7 @@ def too_long(tokens: int, n_ctx: int, about: str = "") -> ContextLengthError:
     """The error for a text of so many tokens; about: "at least ", where they were not counted."""
     return ContextLengthError(
         f"[session] the text would have {about}{tokens} tokens, the context has {n_ctx}. Nothing was read: shorten it, or load with a "
-        "larger ctx", tokens, n_ctx,
-    )  # fmt: skip
+        "larger ctx",
+        tokens,
+        n_ctx,
+    )

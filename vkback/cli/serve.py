@@ -90,10 +90,7 @@ def serve(
     how = load_options(
         ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
     )
-    worker = Worker(
-        lambda: load_model(path, device, how),
-        max_queue=max_queue, reuse=reuse, alias=alias,
-    )  # fmt: skip
+    worker = Worker(lambda: load_model(path, device, how), max_queue=max_queue, reuse=reuse, alias=alias)
     try:
         if (wrong := worker.chat_problem(chosen)) and template is not None:
             raise UsageError(f"--chat-template {template}: {wrong}")
