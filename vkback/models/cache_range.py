@@ -2,8 +2,8 @@
 
 A kernel that meets a number that the type cannot hold stores BEYOND_F16 in its place, or as the scale of its unit
 (shaders/cache/f16_bits.glsl). That is a NaN, so attention over the row gives NaN, and the check of the logits finds it without
-further reads of the device. Only then does the host look through the caches. An infinity counts as well: it is what the few-token kernels
-with cooperative matrices store.
+further reads of the device. Only then does the host look through the caches. An infinity counts as well: it is what a kernel would store
+that does not do so.
 """
 
 from __future__ import annotations
