@@ -5,6 +5,7 @@ from __future__ import annotations
 import quiet_blas  # isort: skip  # noqa: F401  before anything imports numpy
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -97,6 +98,12 @@ def quick_shaders() -> Iterator[None]:
         if "PYTEST_XDIST_WORKER" in os.environ:  # the other processes keep the other processors busy
             patch.setattr(ShaderLibrary, "compilers", 1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def quiet_log() -> None:
+    """A command that an earlier test left in a thread may still show infos; what a test finds in caplog does not depend on it."""
+    logging.getLogger("vkback").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,13 @@ class LogLines(logging.Handler):
 
 @contextmanager
 def log_lines() -> Iterator[None]:
-    """Warnings and infos of vkback go to stderr meanwhile, and nowhere else twice."""
-    handler, level = LogLines(), log.level
+    """Warnings and infos of vkback go to stderr meanwhile, and nowhere else twice. May overlap with another one in another thread."""
+    handler = LogLines()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.setLevel(level)
         log.removeHandler(handler)
+        if not any(isinstance(other, LogLines) for other in log.handlers):
+            log.setLevel(logging.NOTSET)
