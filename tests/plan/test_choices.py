@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from kernel_paths import planned_for
+from kernel_paths import planned_for, with_params
 
 from vkback.graph import Node, Tensor
 from vkback.models import Model
 from vkback.ops.family import Choice, Chooser
-from vkback.ops.lowering import LowerContext
-from vkback.ops.matmul import batched, linear, linear_heads
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul import batched, gemm, linear, linear_heads
 from vkback.ops.matmul import choice as product_choice
 from vkback.ops.matmul.choice import ProductChoice, choose
+from vkback.ops.matmul.gemm_problem import Gemm, default_shape
 from vkback.ops.matmul.linear_node import LinearNode, weight
+from vkback.ops.matmul.pack import packed
 from vkback.paths import builtin_model
 from vkback.plan.planner import fused_nodes, plan
 
@@ -103,6 +106,44 @@ def test_an_output_as_q8_1_is_what_would_be_chosen_for_it(glu: bool, n: int, pro
     plain, q8_1 = choose(product("F32"), ctx), choose(product("Q8_1"), ctx)
     got = plain.storing(product("Q8_1").node, ctx)
     assert (got.kernel, got.shape, got.rounds) == (q8_1.kernel, q8_1.shape, q8_1.rounds)
+
+
+@pytest.mark.parametrize(
+    ("cut", "why"),
+    [
+        ({"warp_m": 40}, "parts are no multiples of matrices"),
+        ({"tile_m": 192}, "tiles are no multiples of parts"),
+        ({"step_k": 48}, "steps of 48 along K"),
+        ({"warp_m": 8 * 16, "warp_n": 8 * 16, "tile_m": 4 * 128, "step_k": 32}, "81936 bytes of shared memory, NVIDIA H200 has 49152"),
+        ({"tile_m": 64 * 16, "tile_n": 16, "warp_m": 16, "warp_n": 16}, "2048 threads, NVIDIA H200 has 1024"),
+        ({}, ""),
+    ],
+    ids=["matrices", "parts", "steps", "memory", "threads", "fits"],
+)
+def test_tables_and_callers_cut_a_gemm_by_one_rule(cut: dict[str, int], why: str) -> None:
+    """Of a shape that does not fit the device the planner makes a GEMV, and the lowering of a GEMM refuses it, with the reason."""
+    params: dict[str, Any] = {
+        "kernel": "coop_mat",
+        "tile_m": 128,
+        "tile_n": 128,
+        "step_k": 64,
+        "warp_m": 64,
+        "warp_n": 64,
+        "split_k": 1,
+        **cut,
+    }
+    if "tile_m" in cut and "warp_m" not in cut:
+        params["warp_m"] = 128
+    ctx = planned_for("nvidia_h200_linux")
+    w, x, y = weight("w", "Q4_K", (512, 256)), Tensor("x", "F32", (512, 256)), Tensor("y", "F32", (512, 512))
+    chosen = choose(LinearNode.of(Node("LINEAR", (w, x), (y,), {"roles": ("w", "x")})), with_params(ctx, **params))
+    assert chosen.kernel == ("gemv" if why else "coop_mat")
+    subgroups = params["tile_m"] // params["warp_m"] * (params["tile_n"] // params["warp_n"])
+    sizes = {name: params[name] for name in ("tile_m", "tile_n", "step_k", "warp_m", "warp_n")}
+    shape = dataclasses.replace(default_shape("coop_mat", 512, ctx.caps), subgroups=subgroups, **sizes)
+    product = Gemm(w, packed("x_f16", 512, 256, shape), y, 512)
+    with pytest.raises(PlanError, match=re.escape(why)) if why else nullcontext():
+        gemm.lower(product, shape, ctx.caps)
 
 
 def test_a_choice_can_be_printed() -> None:

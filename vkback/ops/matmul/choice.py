@@ -19,7 +19,7 @@ from vkback.ops.cooperative_matrix import fragments_possible, matrix_shape, row_
 from vkback.ops.family import Choice, declare
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm_reg
-from vkback.ops.matmul.gemm_problem import GemmKernel, GemmShape, default_shape
+from vkback.ops.matmul.gemm_problem import GemmKernel, GemmShape, default_shape, misfits, shared_bytes
 from vkback.ops.matmul.linear_node import Experts, LinearNode, Path
 from vkback.ops.matmul.pack import packs_glu
 from vkback.ops.storage import shards
@@ -284,7 +284,7 @@ def _by_matrices(w: Tensor, choice: Choice, matrix: tuple[int, int, int], ctx: L
     parts = choice["split_k"] if split else 1
     cut = (choice["tile_m"], choice["tile_n"], choice["step_k"], subgroups, parts, choice["warp_m"], choice["warp_n"])
     fragments = ctx.fragments and fragments_possible(matrix, ctx.caps)
-    return _fitting(GemmShape("coop_mat", *cut, matrix, fragments, subnormals=_by_subnormals(w, choice, ctx)), ctx)
+    return _fitting(GemmShape("coop_mat", *cut, matrix, fragments, subnormals=_by_subnormals(w, choice, ctx)), ctx.caps)
 
 
 def _by_rows(kernel: GemmKernel, node: LinearNode, tile_n: int, f32_rows: int, ctx: LowerContext) -> GemmShape:
@@ -294,21 +294,8 @@ def _by_rows(kernel: GemmKernel, node: LinearNode, tile_n: int, f32_rows: int, c
     return dataclasses.replace(shape, tile_n=tile_n, tile_m=shape.tile_m // 4 * rows)
 
 
-def shared_bytes(shape: GemmShape) -> int:
-    """Shared memory of shaders/gemm/coop_mat.comp: double-buffered rows of weights, and of activations where they are no fragments."""
-    pitch = 16 * (shape.step_k // 8 + 1)
-    stages = 16 * shape.subgroups * shape.matrix[1] * (shape.warp_m // 4 + 1)
-    return max(2 * shape.tile_m * pitch, stages) + (16 if shape.fragments else 2 * shape.tile_n * pitch)
-
-
-def _fitting(shape: GemmShape, ctx: LowerContext) -> GemmShape | None:
-    """The shape with steps along K as the device's shared memory allows; None where matrices, workgroup size or memory forbid it."""
-    caps = ctx.caps
-    rows, columns, depth = shape.matrix
-    if shape.warp_m % rows or shape.warp_n % columns or UNIT % depth or shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n:
-        return None
+def _fitting(shape: GemmShape, caps: Capabilities) -> GemmShape | None:
+    """The shape with steps along K as the device's shared memory allows; None where it does not fit the device (`misfits`)."""
     while shared_bytes(shape) > caps.max_shared_memory and shape.step_k > UNIT:
         shape = dataclasses.replace(shape, step_k=shape.step_k // 2)
-    threads = shape.subgroups * caps.subgroup_size
-    fits = shared_bytes(shape) <= caps.max_shared_memory and threads <= caps.max_workgroup_invocations
-    return shape if fits else None
+    return None if misfits(shape, caps) else shape

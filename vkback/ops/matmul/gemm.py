@@ -22,11 +22,11 @@ from vkback import quants
 from vkback.device import Capabilities
 from vkback.graph import Tensor
 from vkback.ops.codebooks import CODEBOOK_TYPES, IN_PAIRS, decoder
-from vkback.ops.cooperative_matrix import fragments_possible, matrix_spec
+from vkback.ops.cooperative_matrix import matrix_spec
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, arg_of, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
 from vkback.ops.lowering import PlanError
-from vkback.ops.matmul.gemm_problem import GLU_KINDS, Gemm, GemmShape, decoder_spec
+from vkback.ops.matmul.gemm_problem import GLU_KINDS, Gemm, GemmShape, decoder_spec, f16_misfits, misfits
 from vkback.ops.matmul.pack import order_word, packed_stride
 from vkback.ops.matmul.route import max_tiles
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
@@ -71,34 +71,18 @@ def check(problem: Gemm, shape: GemmShape, caps: Capabilities) -> None:
 def _check_matrices(problem: Gemm, shape: GemmShape, caps: Capabilities) -> None:
     rows, columns, depth = shape.matrix
     cut = f"tiles of {shape.tile_m} x {shape.tile_n}, parts of {shape.warp_m} x {shape.warp_n}, matrices {rows}x{columns}x{depth}"
-    glu = int(problem.glu != "")
-    wrong = [
-        text
-        for text, there in (
-            (f"x {problem.x} does not hold rows of {problem.k} values", problem.x.shape[-1] != ceil_div(problem.k, UNIT) * UNIT),
-            ("parts are no multiples of matrices", shape.warp_m % rows or shape.warp_n % columns),
-            ("tiles are no multiples of parts", shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n),
-            (
-                f"{shape.subgroups} subgroups do not make a tile",
-                shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n,
-            ),
-            (f"steps of {shape.step_k} along K", shape.step_k % UNIT or shape.step_k % depth),
-            ("no fragments with such matrices", shape.fragments and not fragments_possible(shape.matrix, caps)),
-            ("split-K makes F32 of a dense product", shape.split_k > 1 and (problem.y.type != "F32" or problem.route is not None)),
-            ("a tile of an F16 output has whole units", problem.y.type == "F16" and (shape.tile_m >> glu) % UNIT),
-            ("a part of an F16 output has whole matrices", problem.y.type == "F16" and (shape.warp_m >> glu) % depth),
-            ("Q8_1 outputs are for int_dot", problem.y.type == "Q8_1"),
-            (
-                "factors of columns stand where a bias would",
-                problem.x_factors is not None and (problem.bias is not None or problem.route is not None),
-            ),
-            (
-                "transposed, a tile has whole units of a dense weight in one shard, and makes F32",
-                problem.transposed and not _can_transpose(problem, shape, caps),
-            ),
-        )
-        if there
-    ]
+    dense_f32 = problem.y.type == "F32" and problem.route is None
+    faults = {
+        f"x {problem.x} does not hold rows of {problem.k} values": problem.x.shape[-1] != ceil_div(problem.k, UNIT) * UNIT,
+        "split-K makes F32 of a dense product": shape.split_k > 1 and not dense_f32,
+        "Q8_1 outputs are for int_dot": problem.y.type == "Q8_1",
+        "factors of columns stand where a bias would": problem.x_factors is not None
+        and (problem.bias is not None or problem.route is not None),
+        "transposed, a tile has whole units of a dense weight in one shard, and makes F32": problem.transposed
+        and not _can_transpose(problem, shape, caps),
+    }
+    packs = f16_misfits(shape, problem.glu != "") if problem.y.type == "F16" else []
+    wrong = [*misfits(shape, caps), *packs, *(text for text, there in faults.items() if there)]
     if wrong:
         raise PlanError(f"[gemm] {problem.name}: coop_mat with {cut}: {'; '.join(wrong)}")
 

@@ -182,3 +182,37 @@ def default_shape(kernel: GemmKernel, n: int, caps: Capabilities) -> GemmShape:
 def decoder_spec(shape: GemmShape) -> Spec:
     """Specialization constants of shaders/gemm/unit_f16.glsl."""
     return {"SUBNORMALS": 1} if shape.subnormals else {}
+
+
+def shared_bytes(shape: GemmShape) -> int:
+    """Shared memory of shaders/gemm/coop_mat.comp: double-buffered rows of weights, and of activations where they are no fragments."""
+    pitch = 16 * (shape.step_k // 8 + 1)
+    stages = 16 * shape.subgroups * shape.matrix[1] * (shape.warp_m // 4 + 1)
+    return max(2 * shape.tile_m * pitch, stages) + (16 if shape.fragments else 2 * shape.tile_n * pitch)
+
+
+def misfits(shape: GemmShape, caps: Capabilities) -> list[str]:
+    """Why coop_mat cannot be cut like this on a device, whatever it multiplies; empty when it can."""
+    rows, columns, depth = shape.matrix
+    need, threads = shared_bytes(shape), shape.subgroups * caps.subgroup_size
+    faults = {
+        "parts are no multiples of matrices": shape.warp_m % rows or shape.warp_n % columns,
+        "tiles are no multiples of parts": shape.tile_m % shape.warp_m or shape.tile_n % shape.warp_n,
+        f"{shape.subgroups} subgroups do not make a tile": shape.subgroups * shape.warp_m * shape.warp_n != shape.tile_m * shape.tile_n,
+        f"steps of {shape.step_k} along K are no multiples of units of {UNIT}": shape.step_k % UNIT,
+        f"matrices of depth {depth} do not divide a unit of {UNIT}": UNIT % depth,
+        "no fragments with such matrices": shape.fragments and not fragments_possible(shape.matrix, caps),
+        f"{need} bytes of shared memory, {caps.name} has {caps.max_shared_memory}": need > caps.max_shared_memory,
+        f"{threads} threads, {caps.name} has {caps.max_workgroup_invocations}": threads > caps.max_workgroup_invocations,
+    }
+    return [text for text, there in faults.items() if there]
+
+
+def f16_misfits(shape: GemmShape, glu: bool) -> list[str]:
+    """Why a coop_mat of this shape cannot leave its output packed as F16, with GLU of half as many rows; empty when it can."""
+    depth = shape.matrix[2]
+    faults = {
+        "a tile of an F16 output has whole units": (shape.tile_m >> glu) % UNIT,
+        "a part of an F16 output has whole matrices": (shape.warp_m >> glu) % depth,
+    }
+    return [text for text, there in faults.items() if there]

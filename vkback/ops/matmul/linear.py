@@ -104,6 +104,20 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
     )
 
 
+def by_gemv(node: LinearNode, choice: ProductChoice, ctx: LowerContext) -> list[Dispatch]:
+    """The dispatches of a product by the GEMV kernels: x rounded to Q8_1 where nobody did, and a launch for each shard of the weight."""
+    path, before = choice.path, list[Dispatch]()
+    # A norm in the prologue takes x as floats, and rounds it there.
+    if path == "int" and node.x.type == "F32" and "norm" not in node.extra:
+        x8 = Tensor(f"{node.node.name}.x_q8_1", "Q8_1", node.x.shape)
+        before = quantize_dispatch(node.x, x8, ctx)
+        node = node.with_x(x8)
+    config = configure(node, path, ctx)
+    reason = f"{path}: {choice.path_source}; {config.wg} threads, {config.lanes} lanes, {config.rows} rows: {config.source}"
+    pieces = shards(node.w, ctx.caps)
+    return before + [launch(node, config, i, pieces, reason, ctx) for i in range(len(pieces))]
+
+
 @register
 class Linear(Op):
     """The fused form; the roles are in vkback/ops/matmul/linear_node.py."""
@@ -205,22 +219,13 @@ class Linear(Op):
         choice = choice_of(gemv, ctx)
         if choice.shape is not None:
             return lower_node(gemv, choice, ctx)
-        path, why = choice.path, choice.path_source
-        before: list[Dispatch] = []
         if gemv.chosen and (problem := choice_problem(node, ctx)):
             raise PlanError(f"[gemv] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
         if "norm" in gemv.extra:
-            problem = prologue_problem(gemv.w.type, gemv.k, gemv.n, path, ctx, bindings(gemv))
+            problem = prologue_problem(gemv.w.type, gemv.k, gemv.n, choice.path, ctx, bindings(gemv))
             if problem:
                 raise PlanError(f"[gemv] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")
-        elif path == "int" and gemv.x.type == "F32":
-            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", gemv.x.shape)
-            before = quantize_dispatch(gemv.x, x8, ctx)
-            gemv = dataclasses.replace(gemv, x=x8)
-        config = configure(gemv, path, ctx)
-        reason = f"{path}: {why}; {config.wg} threads, {config.lanes} lanes, {config.rows} rows: {config.source}"
-        pieces = shards(gemv.w, ctx.caps)
-        return before + [launch(gemv, config, i, pieces, reason, ctx) for i in range(len(pieces))]
+        return by_gemv(gemv, choice, ctx)
 
     def cases(self) -> Iterator[Case]:
         return case_sets.quick_fused()

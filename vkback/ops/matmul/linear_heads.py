@@ -23,12 +23,11 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.case_sets import BASE
 from vkback.ops.matmul.choice import F16_TOLERANCE, ProductChoice, choice_of, choose
 from vkback.ops.matmul.gemm_lower import lower_node
-from vkback.ops.matmul.gemv import configure
-from vkback.ops.matmul.linear import f16_weight_noise, launch, linear_tolerance
+from vkback.ops.matmul.linear import by_gemv, f16_weight_noise, linear_tolerance
 from vkback.ops.matmul.linear_cases import known_type, with_x
 from vkback.ops.matmul.linear_node import QUANTS, LinearNode, weight
 from vkback.ops.op import Op, register
-from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
+from vkback.ops.quantize import rounded_rows, rounded_tolerance
 from vkback.ops.storage import shards
 from vkback.ops.view import View
 
@@ -81,17 +80,7 @@ class LinearHeads(Op):
         if problem or len(shards(gemv.w, ctx.caps)) != 1:
             raise PlanError(f"[gemv] {node.name}: {problem or f'{gemv.w} does not fit one storage buffer'}")
         choice = choice_of(gemv, ctx)
-        if choice.shape is not None:
-            return lower_node(gemv, choice, ctx)
-        path, why = choice.path, choice.path_source
-        before: list[Dispatch] = []
-        if path == "int" and gemv.x.type == "F32":
-            x8 = Tensor(f"{node.name}.x_q8_1", "Q8_1", gemv.x.shape)
-            before = quantize_dispatch(gemv.x, x8, ctx)
-            gemv = gemv.with_x(x8)
-        config = configure(gemv, path, ctx)
-        reason = f"{path}: {why}; {config.wg} threads, {config.lanes} lanes, {config.rows} rows: {config.source}"
-        return [*before, launch(gemv, config, 0, shards(gemv.w, ctx.caps), reason, ctx)]
+        return by_gemv(gemv, choice, ctx) if choice.shape is None else lower_node(gemv, choice, ctx)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if choice_of(LinearNode.of(node), ctx).kernel == "coop_mat" and node.outputs[0].type == "F32":

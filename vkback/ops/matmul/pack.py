@@ -7,7 +7,7 @@ from vkback.graph import Tensor
 from vkback.ops.cooperative_matrix import matrix_spec, workgroup_spec
 from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, arg_of, ceil_div, pack_push
 from vkback.ops.f16_range import overflow_word
-from vkback.ops.matmul.gemm_problem import GemmShape
+from vkback.ops.matmul.gemm_problem import GemmShape, f16_misfits
 from vkback.ops.matmul.route import max_tiles
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import required_subgroup
@@ -18,7 +18,7 @@ from vkback.shader import Variant, interface
 def packs_glu(shape: GemmShape, glu: bool, k: int) -> bool:
     """Whether a product of rows of k weights can leave its output packed: whole sums, whole units of a tile and matrices of a part."""
     whole = min(shape.split_k, ceil_div(k, UNIT)) == 1
-    return shape.kernel == "coop_mat" and whole and not ((shape.tile_m >> glu) % UNIT or (shape.warp_m >> glu) % shape.matrix[2])
+    return shape.kernel == "coop_mat" and whole and not f16_misfits(shape, glu)
 
 
 def packed_columns(n: int, shape: GemmShape, experts: int = 0) -> int:
