@@ -9,6 +9,7 @@
 //   [not LEGACY: norm F32 [RANK]: weight of the latent's RMS norm]
 //   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
 //   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
+//   [BIND_ROWS: rows I32 [tokens], the last binding: the row of the caches that a token is stored in, instead of pos]
 //   q_pe   F32 [tokens, HEADS, ROPE_DIM], out: the rotated values of Q
 //   cache_k  F16 [1, n_ctx, RANK + ROPE_DIM]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROPE_DIM], and cache_v [HEADS,
 //            n_ctx, V_DIM]. STORE_F32: the same rows as F32 [tokens, heads, width], for caches of other types
@@ -41,6 +42,9 @@ layout(std430, set = 0, binding = 2) readonly buffer InKvHeads { vec2 kv_heads[]
 layout(std430, set = 0, binding = 2) readonly buffer InNorm { vec2 norm[]; };
 #endif
 layout(std430, set = 0, binding = BIND_POS) readonly buffer InPos { int pos[]; };
+#ifdef BIND_ROWS
+layout(std430, set = 0, binding = BIND_ROWS) readonly buffer InRows { int rows[]; };
+#endif
 #if FACTORS
 layout(std430, set = 0, binding = BIND_POS + 1) readonly buffer InFactors { float factors[]; };
 #endif
@@ -56,12 +60,12 @@ layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer OutV { vec2 v_o
 layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint v_out[]; };
 #endif
 
-// Where row `position` of a head begins in the output, and how two values are stored.
+// Where row `row` of a head begins in the output, and how two values are stored.
 #if STORE_F32
-#define ROW_OF(token, position, head, heads) ((token) * (heads) + (head))
+#define ROW_OF(token, row, head, heads) ((token) * (heads) + (head))
 #define PACK(pair) (pair)
 #else
-#define ROW_OF(token, position, head, heads) ((head) * p.n_ctx + uint(position))
+#define ROW_OF(token, row, head, heads) ((head) * p.n_ctx + uint(row))
 #define PACK(pair) f16_bits_of(pair)
 #endif
 
@@ -85,7 +89,7 @@ vec2 rotate_key(uint token, uint i, int position) { return rotate(kv[token * (RA
 #if !LEGACY
 #define ROUNDS ((RANK2 + WG_SIZE - 1) / WG_SIZE)
 
-void store_row(uint t, uint token, int position, bool stores) {
+void store_row(uint t, uint token, int position, int cache_row, bool stores) {
     vec2 latent[ROUNDS];
     float square = 0.0;
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
@@ -95,7 +99,7 @@ void store_row(uint t, uint token, int position, bool stores) {
     }
     const float scale = inversesqrt(wg_sum(square) / float(RANK) + p.eps);
     if (!stores) return;
-    const uint row = ROW_OF(token, position, 0u, 1u) * (RANK2 + ROPE_DIM2);
+    const uint row = ROW_OF(token, cache_row, 0u, 1u) * (RANK2 + ROPE_DIM2);
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
         const uint at = i * WG_SIZE + t;
         if (at < RANK2) k_out[row + at] = PACK(scale * latent[i] * norm[at]);
@@ -109,12 +113,17 @@ void main() {
     if (token >= p.tokens) return;
     const uint t = gl_LocalInvocationID.x;
     const int position = pos[token];
-    const bool stores = position >= 0 && uint(position) < p.n_ctx;
+#ifdef BIND_ROWS
+    const int cache_row = rows[token];
+#else
+    const int cache_row = position;
+#endif
+    const bool stores = cache_row >= 0 && uint(cache_row) < p.n_ctx;
 #if LEGACY
     uint pair = gl_WorkGroupID.x * WG_SIZE + t;
 #else
     if (gl_WorkGroupID.x == 0) {
-        store_row(t, token, position, stores);
+        store_row(t, token, position, cache_row, stores);
         return;
     }
     const uint pair = (gl_WorkGroupID.x - 1u) * WG_SIZE + t;
@@ -130,13 +139,13 @@ void main() {
     if (pair < HEADS * (NOPE2 + ROPE_DIM2)) {
         const uint head = pair / (NOPE2 + ROPE_DIM2), i = pair % (NOPE2 + ROPE_DIM2);
         const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + i] : rotate_key(token, i - NOPE2, position);
-        k_out[ROW_OF(token, position, head, HEADS) * (NOPE2 + ROPE_DIM2) + i] = PACK(key);
+        k_out[ROW_OF(token, cache_row, head, HEADS) * (NOPE2 + ROPE_DIM2) + i] = PACK(key);
         return;
     }
     pair -= HEADS * (NOPE2 + ROPE_DIM2);
     if (pair < HEADS * V_DIM2) {
         const uint head = pair / V_DIM2, i = pair % V_DIM2;
-        v_out[ROW_OF(token, position, head, HEADS) * V_DIM2 + i] = PACK(kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + NOPE2 + i]);
+        v_out[ROW_OF(token, cache_row, head, HEADS) * V_DIM2 + i] = PACK(kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + NOPE2 + i]);
     }
 #endif
 }

@@ -9,6 +9,7 @@
 //   [NORM: weights of q and k F32 [HEAD_DIM]]   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
 //   q_out F32 [tokens, Q_HEADS, HEAD_DIM]   [STORE: cache_k, cache_v F16 [KV_HEADS, n_ctx, HEAD_DIM]; STORE_F32: F32 [tokens, KV_HEADS,
 //   HEAD_DIM]]
+//   [BIND_ROWS: rows I32 [tokens]: the row of the cache that a token is stored in, instead of pos (pages of several sequences)]
 //
 // A workgroup takes HEADS consecutive heads of one token, counted over q, k, v, one after another, and computes the angles once for all of
 // them. Thread t has slots t, t + WG_SIZE, ... of a head (rope/slots.glsl).
@@ -47,6 +48,9 @@ layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InK { vec2 k[]; };
 layout(std430, set = 0, binding = 2) SYNC_INPUT buffer InV { vec2 v[]; };
 #endif
 layout(std430, set = 0, binding = BIND_POS) readonly buffer InPos { int pos[]; };
+#ifdef BIND_ROWS
+layout(std430, set = 0, binding = BIND_ROWS) readonly buffer InRows { int rows[]; };
+#endif
 #if NORM
 layout(std430, set = 0, binding = BIND_POS + 1) readonly buffer QNorm { vec2 q_norm[]; };
 layout(std430, set = 0, binding = BIND_POS + 2) readonly buffer KNorm { vec2 k_norm[]; };
@@ -85,7 +89,7 @@ vec2 load(uint token, uint head, uint place) {
 #endif
 }
 
-void store(uint token, uint head, uint place, int position, vec2 x) {
+void store(uint token, uint head, uint place, int row, vec2 x) {
     if (head < Q_HEADS) {
         q_out[(token * Q_HEADS + head) * (HEAD_DIM / 2) + place] = x;
         return;
@@ -94,10 +98,10 @@ void store(uint token, uint head, uint place, int position, vec2 x) {
     if (head < Q_HEADS + KV_HEADS) k_out[(token * KV_HEADS + head - Q_HEADS) * (HEAD_DIM / 2) + place] = x;
     else v_out[(token * KV_HEADS + head - Q_HEADS - KV_HEADS) * (HEAD_DIM / 2) + place] = x;
 #elif STORE
-    if (position < 0 || uint(position) >= p.n_ctx) return;
+    if (row < 0 || uint(row) >= p.n_ctx) return;
     const uint word = f16_bits_of(x);
-    if (head < Q_HEADS + KV_HEADS) cache_k[((head - Q_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
-    else cache_v[((head - Q_HEADS - KV_HEADS) * p.n_ctx + uint(position)) * (HEAD_DIM / 2) + place] = word;
+    if (head < Q_HEADS + KV_HEADS) cache_k[((head - Q_HEADS) * p.n_ctx + uint(row)) * (HEAD_DIM / 2) + place] = word;
+    else cache_v[((head - Q_HEADS - KV_HEADS) * p.n_ctx + uint(row)) * (HEAD_DIM / 2) + place] = word;
 #endif
 }
 
@@ -110,6 +114,11 @@ void main() {
     const uint t = gl_LocalInvocationID.x;
     const uint first = gl_WorkGroupID.x * HEADS;
     const int position = pos[token];
+#ifdef BIND_ROWS
+    const int row = rows[token];
+#else
+    const int row = position;
+#endif
 #if ROPE_PAIRS
     vec4 angles[ROUNDS];
     if (first < Q_HEADS + KV_HEADS) {
@@ -150,8 +159,8 @@ void main() {
             if (!value && slot < ROTATED_SLOTS) rotate(a[i], b[i], angles[i]);
 #endif
             const uvec2 at = places(slot);
-            store(token, head, at.x, position, a[i]);
-            store(token, head, at.y, position, b[i]);
+            store(token, head, at.x, row, a[i]);
+            store(token, head, at.y, row, b[i]);
         }
     }
     arrive();

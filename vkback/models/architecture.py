@@ -10,7 +10,7 @@ from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
-from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head
+from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head, Paging
 from vkback.models.keys import COMMON, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 
@@ -80,12 +80,12 @@ class Architecture(ABC):
         """Logits [n, n_vocab] of what the last layer gave."""
         return b.logits(rms_norm(b, x, "output_norm", "result_norm", plain="result_rms"))
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE) -> Graph:
-        """The graph of n_tokens tokens at once, over caches of n_ctx rows; vkback/models/builder.py has inputs and names.
+    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None) -> Graph:
+        """The graph of n_tokens tokens at once, over caches of n_ctx rows, or in pages; vkback/models/builder.py has inputs and names.
 
         Raises GgufError naming a weight that is missing or misshaped.
         """
-        b = GraphBuilder(self.hp, n_tokens, n_ctx, head, cache)
+        b = GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging)
         x = self.embed(b)
         for il in range(self.hp.n_layer):
             x = self.layer(b, x, il)

@@ -103,10 +103,8 @@ def attention(
     cache_k, cache_v = b.store(k, f"cache_k_l{il}"), b.store(v, f"cache_v_l{il}")
     q = placed(q, heads.n, "Qcur", "attn_q_norm")
     weights = (b.hp.weight(f"blk.{il}.attn_sinks.weight", (heads.n,)),) if sinks else ()
-    params = {"scale": b.hp.attn_scale} | ({"window": window} if window else {})
-    out = b.graph.emit(
-        "FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (b.n, heads.n * heads.dim_v), (q, cache_k, cache_v, b.pos, *weights), **params
-    )
+    params = {"window": window} if window else {}
+    out = b.attend(q, cache_k, cache_v, *weights, width=heads.n * heads.dim_v, il=il, **params)
     return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
 
 

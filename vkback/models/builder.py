@@ -24,15 +24,40 @@ class CacheTypes:
 F16_CACHE = CacheTypes()
 
 
+@dataclass(frozen=True)
+class Paging:
+    """Caches that hold rows of several sequences in pages (vkback/ops/attention/paged.py).
+
+    page       rows of a page
+    n_pages    pages of all sequences together
+    n_slots    sequences
+    max_pages  pages of one sequence, at most
+    """
+
+    page: int
+    n_pages: int
+    n_slots: int
+    max_pages: int
+
+    @property
+    def rows(self) -> int:
+        """Of all pages."""
+        return self.page * self.n_pages
+
+
 class GraphBuilder:
     """Adds nodes to `graph`. n tokens go through at once; `tokens` and `pos` are I32 [n]; `out_ids` I32 [1] says which of several
-    tokens the logits are wanted of (head "last").
+    tokens the logits are wanted of (head "last"). With `paging` tokens are of several sequences, `pos` counts rows of a token's own, and
+    three inputs more say where these are: `rows` I32 [n], the row of the caches that a token is stored in; `slots` and `pages`, the page
+    table. n_ctx is the most rows of one sequence.
 
     Names are ggml's where ggml has a name of its own for a value; the rest are made unique by what they hold (`Qcur_rope-0`). Whatever
     reads a weight raises GgufError when the file lacks it or has another shape.
     """
 
-    def __init__(self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, cache: CacheTypes = F16_CACHE) -> None:
+    def __init__(
+        self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None
+    ) -> None:
         self.hp = hp
         self.cache = cache
         self.n = n_tokens
@@ -42,6 +67,9 @@ class GraphBuilder:
         self.tokens = Tensor("tokens", "I32", (n_tokens,), "input")
         self.pos = Tensor("pos", "I32", (n_tokens,), "input")
         self.out_ids = Tensor("out_ids", "I32", (1,), "input")
+        self.paging = paging
+        self.rows = Tensor("rows", "I32", (n_tokens,), "input") if paging else self.pos
+        self.cache_rows = paging.rows if paging else n_ctx
 
     def embed(self) -> Tensor:
         """Rows of the embedding table: [n, n_embd]."""
@@ -72,12 +100,22 @@ class GraphBuilder:
         return self.graph.emit("ROPE", name, "F32", x.shape, sources, **rope.params)
 
     def store(self, x: Tensor, cache: str) -> Tensor:
-        """Write x [n, heads, head_dim] into the rows `pos` of a cache, K's or V's by its name; returns it, [heads, n_ctx, head_dim]."""
+        """Write x [n, heads, head_dim] into the tokens' rows of a cache, K's or V's by its name; returns it, [heads, rows, head_dim]."""
         heads, head_dim = x.shape[1:]
         type = self.cache.v if cache.startswith("cache_v") else self.cache.k
-        state = Tensor(cache, type, (heads, self.n_ctx, head_dim), "state")
-        self.graph.add("SET_ROWS", (x, self.pos, state), (state,), **({} if type == "F16" else {"type": type}))
+        state = Tensor(cache, type, (heads, self.cache_rows, head_dim), "state")
+        self.graph.add("SET_ROWS", (x, self.rows, state), (state,), **({} if type == "F16" else {"type": type}))
         return state
+
+    def attend(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, *weights: Tensor, width: int, il: int, **params: int | float) -> Tensor:
+        """FLASH_ATTN_EXT of layer `il` over the tokens' own rows of two caches: [n, width]. weights: its sinks."""
+        table: tuple[Tensor, ...] = ()
+        if self.paging:
+            pages = Tensor("pages", "I32", (self.paging.n_slots, self.paging.max_pages), "input")
+            table = (Tensor("slots", "I32", (self.n,), "input"), pages)
+            params = {**params, "page": self.paging.page}
+        inputs = (q, cache_k, cache_v, self.pos, *weights, *table)
+        return self.graph.emit("FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (self.n, width), inputs, scale=self.hp.attn_scale, **params)
 
     def last_token(self, x: Tensor, il: int, name: str = "ffn_inp_last") -> Tensor:
         """In the last layer, where the logits of one token of several are wanted, its row of x; else x. Before it comes all that other

@@ -14,7 +14,7 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Graph
 from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
-from vkback.models.builder import F16_CACHE, CacheTypes, Head
+from vkback.models.builder import F16_CACHE, CacheTypes, Head, Paging
 from vkback.models.naming import model_description
 from vkback.plan.passes.lora import Lora, adapted
 
@@ -97,9 +97,9 @@ class Model:
         _check_biases(known)
         return model
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE) -> Graph:
+    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache)
+        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging)
         return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
 
     @property

@@ -17,6 +17,8 @@
 //   6  tickets  one counter for each (token tile, head group)
 //   BIND_Q_PE   q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q; q then has its first NOPE values, in rows of Q_PITCH
 //   BIND_SINKS  sinks F32 [n_head] (HAS_SINKS): an extra logit in the softmax of each head, without a row of V
+//   BIND_SLOTS  slots I32 [n] (PAGE): the sequence of each token; BIND_PAGES  pages I32 [n_slots, max_pages]: the page table
+//               (attention/pages.glsl). TOKENS is 1 then, pos counts rows of the token's sequence, n_ctx those of all pages together
 //
 // Workgroup (x, y, z) takes heads x * HEADS .. + HEADS of one kv head, tokens z * TOKENS .. + TOKENS, and split y of the rows. All its
 // QUERIES = HEADS * TOKENS queries use every row of K and V that it reads (grouped-query attention). It walks the rows in chunks of ROWS:
@@ -34,8 +36,8 @@
 // tokens.
 //
 // Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES USE_SHUFFLES SPLITS READERS MERGE_QUERIES
-// HAS_SINKS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]; those of
-// common/reduce.glsl
+// HAS_SINKS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]
+// [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define K_COLS (HD / 8)
@@ -74,6 +76,9 @@ layout(push_constant) uniform Push {
     uint rows_per_split;
     float scale;            // includes log2 e
     float eps;
+#ifdef PAGE
+    uint max_pages;
+#endif
 } p;
 
 layout(binding = 0) SYNC_INPUT buffer Q { vec4 q4[]; };
@@ -159,6 +164,12 @@ vec4 merge_partials(uint parts, uint stride, uint i, uint o, out vec2 max_sum) {
 
 // Rows that this workgroup walks, and rows that each of its tokens sees.
 uint lo, hi;
+#ifdef PAGE
+#include "attention/pages.glsl"
+#else
+#define find_pages(base)
+#define physical(row) (row)
+#endif
 uint row_first[TOKENS], row_end[TOKENS];
 
 RAW8 k_now[STEPS][K_PARTS];
@@ -169,10 +180,10 @@ uint last_row() { return max(hi, 1u) - 1u; }
 
 // The eight values that a thread reads of the chunk at `base` where COLS threads read a row: neighbouring threads read neighbouring memory.
 uint row_at(uint kv, uint base, uint s, uint tid) {
-#if V_PITCH == COLS
+#if V_PITCH == COLS && !defined(PAGE)
     return min((kv * p.n_ctx + base + s * STREAMS) * COLS + tid, (kv * p.n_ctx + last_row()) * COLS + tid % COLS);
 #else
-    return (kv * p.n_ctx + min(base + s * STREAMS + tid / COLS, last_row())) * V_PITCH + tid % COLS;
+    return (kv * p.n_ctx + physical(min(base + s * STREAMS + tid / COLS, last_row()))) * V_PITCH + tid % COLS;
 #endif
 }
 
@@ -181,7 +192,7 @@ void load_k(uint kv, uint base, uint tid) {
     [[unroll]] for (uint s = 0; s < STEPS; s++) k_now[s][0] = fetch_k8(row_at(kv, base, s, tid));
 #else
     [[unroll]] for (uint s = 0; s < STEPS; s++) {
-        const uint row = min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row());
+        const uint row = physical(min(base + s * (WG_SIZE / LANES) + tid / LANES, last_row()));
         [[unroll]] for (uint j = 0; j < K_PARTS; j++) k_now[s][j] = fetch_k8((kv * p.n_ctx + row) * K_COLS + j * LANES + tid % LANES);
     }
 #endif
@@ -221,6 +232,9 @@ void main() {
 
     lo = p.n_ctx;
     hi = 0;
+#ifdef PAGE
+    page_table = uint(slots[min(token0, p.n - 1u)]) * p.max_pages;
+#endif
     [[unroll]] for (uint t = 0; t < TOKENS; t++) {
         const int at = token0 + t < p.n ? pos[token0 + t] : -1;
         row_end[t] = min(uint(at + 1), p.n_ctx);
@@ -252,8 +266,13 @@ void main() {
 #ifdef BIND_EXPECTED
     // Rows of the cache that earlier steps stored need no wait.
     uint first_new = p.n_ctx;
-    for (uint t = 0; t < p.n; t++) first_new = min(first_new, uint(pos[t]));  // of padding it is 2^32 - 1
+    for (uint t = 0; t < p.n; t++)
+#ifdef PAGE
+        if (slots[t] == slots[token0])
+#endif
+        first_new = min(first_new, uint(pos[t]));  // of padding it is 2^32 - 1
     const bool loaded = lo + ROWS <= first_new;
+    find_pages(lo);
     if (loaded) {
         load_k(kv, lo, tid);
         load_v(kv, lo, tid);
@@ -270,6 +289,8 @@ void main() {
 
 #ifdef BIND_EXPECTED
     if (!loaded)
+#else
+    find_pages(lo);
 #endif
     {
         load_k(kv, lo, tid);
@@ -290,7 +311,10 @@ void main() {
     barrier();
 
     walk_begin(tid);
-    for (uint base = lo; base < hi; base += ROWS) walk(kv, base, tid);
+    for (uint base = lo; base < hi; base += ROWS) {
+        find_pages(base + ROWS);
+        walk(kv, base, tid);
+    }
     walk_end(tid);
     MARK(MARK_DONE);
 

@@ -164,8 +164,17 @@ void put_value(uint kv, uint row, bool stores, uint place, vec2 v) {
 #endif
 }
 
+#ifdef PAGE
+uint shift_of(uint row);  // attention/pages.glsl
+#endif
+
 void prepare(uint tid, uint head0, uint kv) {
+#ifdef PAGE
+    // A hole has no page; nothing is stored then.
+    const uint row = owns_new ? uint(pos[0]) + shift_of(uint(pos[0])) : 0u;
+#else
     const uint row = uint(pos[0]);
+#endif
     const bool stores = owns_new && head0 % (p.n_head / p.n_head_kv) == 0;
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
         const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;

@@ -307,15 +307,7 @@ class Deepseek2(Architecture):
             query = g.emit("CONCAT", f"Qcur-{il}", "F32", (n, heads, s.row), (q_nope, q_pe), axis=-1)
             key = g.emit("CONCAT", f"Kcur-{il}", "F32", (n, 1, s.row), (b.view(latents, (n, 1, s.rank)), k_pe), axis=-1)
             cache = b.store(key, f"cache_k_l{il}")
-            out = g.emit(
-                "FLASH_ATTN_EXT",
-                f"kqv_out-{il}",
-                "F32",
-                (n, heads * s.rank),
-                (query, cache, cache, b.pos),
-                scale=b.hp.attn_scale,
-                v_dim=s.rank,
-            )
+            out = b.attend(query, cache, cache, width=heads * s.rank, il=il, v_dim=s.rank)
             v_b = b.hp.weight(f"blk.{il}.attn_v_b.weight", (heads, s.dim_v, s.rank))
             out = b.view(each_head(b, v_b, out, s.rank, f"kqv_decompressed-{il}"), (n, heads * s.dim_v))
         else:
@@ -329,7 +321,7 @@ class Deepseek2(Architecture):
             g.add("REPEAT", (k_pe,), (shared,), shape=shared.shape)
             key = g.emit("CONCAT", f"Kcur-{il}", "F32", (n, heads, s.dim_k), (k_nope, shared), axis=-1)
             caches = b.store(key, f"cache_k_l{il}"), b.store(value, f"cache_v_l{il}")
-            out = g.emit("FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (n, heads * s.dim_v), (query, *caches, b.pos), scale=b.hp.attn_scale)
+            out = b.attend(query, *caches, width=heads * s.dim_v, il=il)
         return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
 
     @classmethod

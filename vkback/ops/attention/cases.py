@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
+from vkback.ops.attention.paged import physical_rows
 from vkback.ops.cache import cache_kinds, cache_params, stored_cache
 from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError
@@ -28,6 +29,23 @@ def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence
     seen = np.isfinite(cache)
     cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
     return cache
+
+
+def paged_cache(
+    rng: np.random.Generator, cache: Tensor, pages: Array, page: int, seen: Sequence[tuple[int, int]], window: int = 0
+) -> Array:
+    """F16 values of a cache in pages: normal in the rows that are seen, NaN in all others. seen: (slot, position) of each token."""
+    heads, _, dim = cache.shape
+    values = np.full(cache.shape, np.nan, np.float16)
+    for slot in range(len(pages)):
+        own = random_cache(rng, (heads, pages.shape[1] * page, dim), [p for s, p in seen if s == slot], window)
+        values[:, physical_rows(pages, slot, own.shape[1], page)] = own
+    return values
+
+
+def random_pages(rng: np.random.Generator, n_slots: int, max_pages: int) -> Array:
+    """A page table of sequences that lie in each other's gaps, and one page that nobody has."""
+    return rng.permutation(n_slots * max_pages + 1)[: n_slots * max_pages].reshape(n_slots, max_pages).astype(np.int32)
 
 
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
@@ -77,6 +95,23 @@ class FlashCases(Op):
         yield from self.beyond_cases()
         yield from self.prompt_cases()
         yield from self.quantized_cases()
+        yield from self.paged_cases()
+
+    def paged_cases(self) -> Iterator[Case]:
+        """Tokens of several sequences: one of each, several of one, holes; scores in registers and through shared memory, splits, windows,
+        sinks, MLA, types; pages smaller than a chunk of rows and larger."""
+        few = ((299, 40, -1, 65), (0, 1, 1, 2))
+        for seed, page in enumerate((16, 64), 140):
+            yield self.build_case(8, 2, 64, 320, few[0], "Q8_1", seed=seed, page=page, slots=few[1])
+            for shape in MANY_SPLITS:
+                yield self.build_case(8, 2, 64, 640, (599, 255, 31, -1), seed=seed, page=page, slots=(2, 0, 1, 1)).where(**shape)
+        yield self.build_case(4, 1, 128, 128, (70, 71, 72, 5), seed=142, page=32, slots=(1, 1, 1, 0))
+        yield self.build_case(8, 2, 32, 320, (299, 90, 200), seed=143, page=32, window=100, sinks=True).where(**MANY_SPLITS[0])
+        yield self.build_case(8, 2, 64, 640, (599, 131, 300, 160, 40, -1), seed=144, page=64, slots=(0, 1, 2, 3, 0, 2)).where(**LONG_CHUNKS)
+        yield self.build_case(16, 1, 576, 320, (299, 40), seed=145, vd=512, v_view=True, rot=64, q_width=512, page=32)
+        yield self.build_case(6, 2, 96, 96, (31, 69), "Q8_1", seed=146, page=16, type_k="q4_0", type_v="q8_0", window=40, sinks=True)
+        yield self.build_case(4, 2, 80, 96, (33, -1, 0), seed=147, page=32, type_k="f32", type_v="f32")
+        yield self.build_case(8, 1, 64, 160, tuple(range(100, 120)), seed=148, page=32, slots=tuple(i % 5 for i in range(20)))
 
     def unequal_cases(self) -> Iterator[Case]:
         """V narrower than K, in a cache of its own or as the first part of K's rows (MLA): decode, few tokens, splits, prompts."""
@@ -221,13 +256,16 @@ class FlashCases(Op):
         type_v: str = "f16",
         nan_rows: int = 0,
         inf_rows: int = 0,
+        page: int = 0,
+        slots: Shape = (),
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
         The cache holds NaN in every row that no token sees (garbage False: zeros everywhere, made quickly). vd: width of a row of V, 0: as
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
         rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
-        of F16, they hold one infinity.
+        of F16, they hold one infinity. page: the caches hold several sequences in pages of so many rows, n_ctx being the most of one;
+        slots: that of each token, else each has its own.
         """
         vd = vd or hd
         kinds = cache_kinds(type_k, type_v, hd, vd)
@@ -242,15 +280,26 @@ class FlashCases(Op):
         if not n_ctx or not pos:
             raise CaseLineError(f"{self.name}: which tokens? expected n_ctx and pos as n_ctx=300,pos=[299,40], or kv and nb as kv=512,nb=1")
 
+        slots = (slots or tuple(range(len(pos)))) if page else ()
+        if page and (n_ctx % page or len(slots) != len(pos) or min(slots) < 0 or nan_rows or inf_rows):
+            raise CaseLineError(
+                f"page={page}: expected n_ctx={n_ctx} in whole pages, a slot for each of {len(pos)} tokens, rows of numbers"
+            )
+        n_rows = (max(slots) + 1) * n_ctx + page if page else n_ctx
+
         def make(rng: np.random.Generator) -> Problem:
             n = len(pos)
+            pages = random_pages(rng, max(slots) + 1, n_ctx // page) if page else np.zeros((1, 1), np.int32)
             q = Tensor("q", "F32", (n, n_head, q_width or hd), "input")
-            cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_ctx, hd), "state")
-            cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_ctx, vd), "state")
+            cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_rows, hd), "state")
+            cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_rows, vd), "state")
             inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
             values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": np.array(pos, np.int32)}
             for c in (cache_k, cache_v):
-                rows = random_cache(rng, c.shape, pos if garbage else None, window)
+                if page:
+                    rows = paged_cache(rng, c, pages, page, list(zip(slots, pos, strict=True)), window)
+                else:
+                    rows = random_cache(rng, c.shape, pos if garbage else None, window)
                 if c is cache_k:
                     rows[0, :nan_rows] = np.nan
                     rows[0, :inf_rows, 0] = np.inf
@@ -263,6 +312,10 @@ class FlashCases(Op):
                 inputs.append(Tensor("q_pe", "F32", (n, n_head, rot), "input"))
                 values["q_pe"] = rng.standard_normal((n, n_head, rot), np.float32)
                 params |= {"split_q": True}
+            if page:
+                inputs += [Tensor("slots", "I32", (n,), "input"), Tensor("pages", "I32", pages.shape, "input")]
+                values |= {"slots": np.array(slots, np.int32), "pages": pages}
+                params |= {"page": page}
             return Problem(Node("FLASH_ATTN_EXT", tuple(inputs), (Tensor("kqv_out", y, (n, n_head * vd)),), params), values)
 
         shown: dict[str, Any] = {"n_head": n_head, "n_head_kv": n_head_kv, "hd": hd}
@@ -275,6 +328,7 @@ class FlashCases(Op):
         shown |= {"nan_rows": nan_rows} if nan_rows else {}
         shown |= {"inf_rows": inf_rows} if inf_rows else {}
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {"page": page, "slots": slots} if page else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
@@ -324,6 +378,14 @@ class DecodeCases(Op):
         yield split.where(**MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[1])
+        for seed, (pos, page, kind) in enumerate(
+            ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
+        ):
+            yield self.build_case(8, 2, 64, 320, pos, "neox", True, False, "F32", seed=seed, page=page, type_k=kind, type_v=kind)
+        paged = self.build_case(8, 2, 64, 640, 500, "normal", False, False, "Q8_1", seed=65, page=64, window=300, sinks=True)
+        for shape in MANY_SPLITS:
+            yield paged.where(**shape)
+            yield paged.where(sync="sentinel", **shape)
 
     def full_cases(self) -> Iterator[Case]:
         heads = ((4, 1, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (16, 1, 128), (4, 1, 256))
@@ -363,21 +425,31 @@ class DecodeCases(Op):
         type_k: str = "f16",
         type_v: str = "f16",
         beyond: str = "",
+        page: int = 0,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
 
         n_dims  0: the head size; -1: nothing is rotated
         beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
+        page    the caches hold two sequences in pages of so many rows, of which the token's is the second
         """
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
+        if page and n_ctx % page:
+            raise CaseLineError(f"page={page}: expected n_ctx={n_ctx} in whole pages")
+        n_rows = 2 * n_ctx + page if page else n_ctx
 
         def make(rng: np.random.Generator) -> Problem:
+            pages = random_pages(rng, 2, n_ctx // page) if page else np.zeros((1, 1), np.int32)
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
             names = ("cache_k", "cache_v")
-            caches = tuple(Tensor(name, kind, (n_head_kv, n_ctx, hd), "state") for name, kind in zip(names, kinds, strict=True))
+            caches = tuple(Tensor(name, kind, (n_head_kv, n_rows, hd), "state") for name, kind in zip(names, kinds, strict=True))
             seen = ((pos - 1,) if garbage else None, max(window - 1, 0))
+
+            def cached(c: Tensor) -> Array:
+                return paged_cache(rng, c, pages, page, [(1, pos - 1)], seen[1]) if page else random_cache(rng, c.shape, *seen)
+
             rotated = max(n_dims, 0) if n_dims else hd
             weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
             position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, rotated // 2, 2), "input")
@@ -386,7 +458,7 @@ class DecodeCases(Op):
             values: dict[str, Array] = {
                 "qkv": rng.standard_normal(qkv.shape, np.float32),
                 "pos": np.array([pos], np.int32),
-                **{c.name: stored_cache(c.type, random_cache(rng, c.shape, *seen)) for c in caches},
+                **{c.name: stored_cache(c.type, cached(c)) for c in caches},
                 **{name: rng.uniform(0.5, 1.5, size).astype(np.float32) for name, size in weights},
             }
             if beyond:
@@ -409,6 +481,10 @@ class DecodeCases(Op):
             params |= cache_params(kinds)
             if norm:
                 params["eps"] = 1e-6
+            if page:
+                inputs += (Tensor("slots", "I32", (1,), "input"), Tensor("pages", "I32", pages.shape, "input"))
+                values |= {"slots": np.ones(1, np.int32), "pages": pages}
+                params["page"] = page
             if rotated:
                 reference = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
                 values["angles"] = reference[0].astype(np.float32)
@@ -432,5 +508,6 @@ class DecodeCases(Op):
         }
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {"beyond": beyond} if beyond else {}
+        shown |= {"page": page} if page else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

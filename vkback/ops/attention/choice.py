@@ -13,6 +13,7 @@ from typing import Literal
 from vkback.device import Capabilities
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import prompt as attention_prompt
+from vkback.ops.attention.paged import page_of, rows_of
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED
 from vkback.ops.family import POWERS, Choice, declare
 from vkback.ops.lowering import LowerContext, PlanError
@@ -103,14 +104,15 @@ def choose(node: Node, ctx: LowerContext) -> AttentionChoice:
     fused = node.op == "ATTN_DECODE"
     cache_k, cache_v = node.inputs[2:4] if fused else node.inputs[1:3]
     n, n_head = (1, int(node.params["n_head"])) if fused else node.inputs[0].shape[:2]
-    n_head_kv, n_ctx, hd = cache_k.shape
+    n_head_kv, _, hd = cache_k.shape
     check(node, ctx, cache_k, cache_v, n_head)
-    params = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=n_ctx)
+    params = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=rows_of(node))
+    decode = fused or page_of(node)  # no kernel for prompts reads pages
     vd = v_dim(node, cache_v)
     latent = not fused and cache_k.name == cache_v.name
     return AttentionChoice(
         f"{n_head}/{n_head_kv} heads of {hd}, {n} token{'s' * (n > 1)}",
-        None if fused else _prompt_shape(node, params, ctx, latent and node.outputs[0].type == "F32"),
+        None if decode else _prompt_shape(node, params, ctx, latent and node.outputs[0].type == "F32"),
         params,
         (n_head, n_head // n_head_kv, hd),
         vd == hd,

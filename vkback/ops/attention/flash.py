@@ -2,14 +2,17 @@
 
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
-                    params: scale [, window, v_dim, split_q] [, fragments: the order of an F16 output; units: GemmShape of the product that
-                    reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
+                    [, slots I32 [n], pages I32 [n_slots, max_pages]]
+                    params: scale [, window, v_dim, split_q, page] [, fragments: the order of an F16 output; units: GemmShape of the product
+                    that reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
                     values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
-                    last rot values of each head of Q: of q count the first hd - rot values of a row
+                    last rot values of each head of Q: of q count the first hd - rot values of a row.
+                    With page the caches hold rows of several sequences in pages of so many: row r of token t's sequence is row r % page of
+                    page pages[slots[t], r // page] (vkback/ops/attention/paged.py)
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
-                    [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] -> the same, cache_k, cache_v
+                    [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] [, slots, pages] -> the same, cache_k, cache_v
                     params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
-                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16]
+                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
@@ -33,6 +36,7 @@ from vkback.ops.attention import chain as attention_chain
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.cases import DecodeCases, FlashCases
 from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, v_dim
+from vkback.ops.attention.paged import by_sequence, page_of, paged_inputs, rows_of, token_by_sequence
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
 from vkback.ops.case import Array, Case, Tolerance, f16_values
 from vkback.ops.copies.rows import stored_rows
@@ -97,17 +101,19 @@ def shape_for(
     ctx: LowerContext,
     vd: int = 0,
     types: Collection[str] = ("F16",),
+    paged: bool = False,
 ) -> Shape:
     """The tables' choice adjusted to what head size, heads and device allow: where shared memory is short, the streams meet in more
-    rounds, then there are fewer threads. vd: width of V, 0: as K; types: of the caches."""
+    rounds, then there are fewer threads. vd: width of V, 0: as K; types: of the caches; paged: tokens are of several sequences."""
     vd = vd or hd
     # Eight values of F32 are two 16-byte loads, so a thread holds half as many.
     loads = MAX_LOADS // 2 if "F32" in types else MAX_LOADS
     cols, k_cols = vd // 8, hd // 8
     heads = _largest_divisor(n_head // n_head_kv, choice["queries"])
     most = min(n, choice.params.get("tokens", 1)) if n <= DECODE_TOKENS else n
-    # In exact mode a token has a workgroup of its own, so that its sums do not depend on the others.
-    tokens = 1 if ctx.exact else max(1, min(most, choice["queries"] // heads))
+    # In exact mode a token has a workgroup of its own, so that its sums do not depend on the others; and tokens of several sequences share
+    # no rows.
+    tokens = 1 if ctx.exact or paged else max(1, min(most, choice["queries"] // heads))
     rows = min(n_ctx, window) if window else n_ctx
     # As many splits as fill the device, but none with fewer rows than pay for the merge.
     splits = min(ceil_div(choice["groups"], n_head // heads), ceil_div(rows, choice["rows_per_split"]))
@@ -152,15 +158,15 @@ def shape_for(
 
 def optional_inputs(node: Node) -> list[tuple[str, Tensor]]:
     """Optional inputs of a FLASH_ATTN_EXT by role: sinks, q_pe. Raises PlanError where a Q in two parts is no head of K."""
-    rest = list(node.inputs[4:])
+    rest = list(node.inputs[4 : len(node.inputs) - len(paged_inputs(node))])
     q_pe = rest.pop() if node.params.get("split_q") else None
     extra = [("sinks", t) for t in rest]
     if q_pe is None:
-        return extra
+        return [*extra, *paged_inputs(node)]
     q, hd, rot = node.inputs[0], node.inputs[1].shape[2], q_pe.shape[-1]
     if q_pe.shape[:2] != q.shape[:2] or rot % 4 or not 0 < hd - rot <= q.shape[2] or q.shape[2] % 4:
         raise PlanError(f"[attention] {node.name}: {q} and {q_pe} are no heads of {hd}; expected parts of whole fours, {hd} together")
-    return [*extra, ("q_pe", q_pe)]
+    return [*extra, ("q_pe", q_pe), *paged_inputs(node)]
 
 
 def _lower(
@@ -182,7 +188,8 @@ def _lower(
     check(node, ctx, cache_k, cache_v, n_head)
     choice = choice_of(node, ctx).params
     types = {cache_k.type, cache_v.type}
-    s = shape_for(choice, n, n_head, n_head_kv, hd, n_ctx, window, bool(fused), out.type == "Q8_1", ctx, vd, types)
+    page, rows_in_use = page_of(node), rows_of(node)
+    s = shape_for(choice, n, n_head, n_head_kv, hd, rows_in_use, window, bool(fused), out.type == "Q8_1", ctx, vd, types, bool(page))
     if s.splits > 1 and 7 + len(extra) > ctx.caps.max_storage_bindings:
         s = replace(s, splits=1)  # a Raspberry Pi binds 8 buffers; scratch and counters would be two too many
     # A head's slots of four values (shaders/attention/decode/fused.glsl) go to as many threads, as far as they can add up by shuffles.
@@ -228,18 +235,21 @@ def _lower(
     for binding, (role, _) in enumerate(extra, len(args)):
         defines[f"BIND_{role.upper()}"] = binding
     args += [Arg(t) for _, t in extra]
-    rows = min(n_ctx, window) if window else n_ctx
+    rows = min(rows_in_use, window) if window else rows_in_use
+    push: list[int | float] = [n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E]
+    push.append(float(node.params.get("eps", 0.0)))
+    if page:
+        defines["PAGE"] = page
+        push.append(dict(extra)["pages"].shape[1])
     return Dispatch(
         kernel=Variant.of("attention/decode/attention.comp", defines, subgroup_size=s.subgroup),
         args=tuple(args),
-        push=pack_push(
-            n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E, float(node.params.get("eps", 0.0))
-        ),
+        push=pack_push(*push),
         groups=groups,
         op=node.op,
         label=node.name,
         reason=choice.source,
-        nbytes=nbytes(q) + nbytes(out) + attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
+        nbytes=nbytes(q) + nbytes(out) + (n if page else 1) * attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
         flops=2 * n * n_head * rows * (hd + vd),
         waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused)),
     )
@@ -310,13 +320,13 @@ class FlashAttnExt(FlashCases):
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         """Products with views of the cached rows, and a softmax under a mask between them (attention_chain.py); none with sinks, or where
         the queries come in two parts."""
-        return attention_chain.without_flash(node, n_kv) if len(node.inputs) == 4 else []
+        return attention_chain.without_flash(node, n_kv) if len(node.inputs) == 4 and not page_of(node) else []
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """That of the chain; a sink adds an exponential and a sum for each row of the softmax."""
         whole = dataclasses.replace(node, inputs=(attention_chain.whole_query(node), *node.inputs[1:4]))
         rows = prod(whole.inputs[0].shape[:-1])
-        sinks = {"fadd": rows, "fexp": rows} if len(node.inputs) - bool(node.params.get("split_q")) > 4 else {}
+        sinks = {"fadd": rows, "fexp": rows} if any(role == "sinks" for role, _ in optional_inputs(node)) else {}
         return total((sinks, *(cost_rule(n).arithmetic(n, n_kv) for n in attention_chain.without_flash(whole, n_kv))))
 
     def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
@@ -337,6 +347,8 @@ class FlashAttnExt(FlashCases):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Padding (pos -1) sees nothing and gives zeros. An infinite score is no number, so that keys beyond a cache's range show. A sink
         is a logit without a value: it takes its part of a head's softmax away from the rows."""
+        if params.get("page"):
+            return [by_sequence(self.reference, inputs, params)]
         if params.get("window") and not params.get("split_q"):
             return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
         if params.get("split_q"):
@@ -397,6 +409,8 @@ class AttnDecode(DecodeCases):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         qkv, pos, cache_k, cache_v, *rest = inputs
+        if params.get("page"):
+            return token_by_sequence(self.reference, inputs, params)
         angles = rest.pop(0) if params["n_dims"] else np.zeros((1, 0, 2))
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
@@ -421,9 +435,11 @@ class AttnDecode(DecodeCases):
         if n_dims % 4:
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE rotates pairs two by two, n_dims = {n_dims} is no multiple of 4")
         roles = [*(["angles"] if n_dims else []), *(["q_norm", "k_norm"] if has_norm else [])]
+        paged = paged_inputs(node)
+        rest = rest[: len(rest) - len(paged)]
         roles += ["sinks"] * (len(rest) - len(roles))
         fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
-        extra = list(zip(roles, rest, strict=True))
+        extra = [*zip(roles, rest, strict=True), *paged]
         return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -443,11 +459,11 @@ class AttnDecode(DecodeCases):
 
     def unfused(self, node: Node) -> list[Node]:
         """None with frequency factors: they are in the angles already, and the plain op has no such input. Nor with quantized caches, into
-        which no plain op stores a part of a tensor."""
+        which no plain op stores a part of a tensor. Nor with pages: the plain op stores a token in row pos."""
         params = node.params
         qkv, pos, cache_k, cache_v, *extra = node.inputs
         extra = extra[1:] if params["n_dims"] else extra
-        if params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"}:
+        if params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"} or params.get("page"):
             return []
         norms = 2 * bool(params.get("has_norm"))
         q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))

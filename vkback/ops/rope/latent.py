@@ -1,13 +1,14 @@
 """MLA_ROPE_SET_ROWS (shaders/rope/latent.comp): what multi-head latent attention does between its products and attention, as one kernel.
 
 absorbed  (q F32 [n, heads, nope + rot], kv F32 [n, rank + rot], norm F32 [rank], pos I32 [n], cache_k F16 [1, n_ctx, rank + rot]
-          [, factors F32 [rot / 2]]) -> q_pe F32 [n, heads, rot], cache_k
+          [, factors F32 [rot / 2]] [, rows I32 [n]]) -> q_pe F32 [n, heads, rot], cache_k
           The latent is RMS-normed and stored with the rotated key that all heads share.
 legacy    (q, kv, kv_heads F32 [n, heads * (nope + dim_v)], pos, cache_k F16 [heads, n_ctx, nope + rot],
-          cache_v F16 [heads, n_ctx, dim_v] [, factors]) -> q_pe, cache_k, cache_v
+          cache_v F16 [heads, n_ctx, dim_v] [, factors] [, rows]) -> q_pe, cache_k, cache_v
           A head's K is its own part, then the shared key; its V comes behind its part of K.
 
-params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps; type_k, type_v: of caches that are not F16
+params    those of ROPE (mode "normal", n_dims = rot), legacy, has_ff; absorbed: eps; type_k, type_v: of caches that are not F16;
+          has_rows: rows of the caches that tokens are stored in, instead of pos
 q_pe is the rotated part of Q; attention takes the rest from where it is (FLASH_ATTN_EXT with split_q).
 """
 
@@ -43,6 +44,7 @@ class MlaRopeSetRows(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, kv, third, pos, *rest = inputs
+        rows = rest.pop() if params.get("has_rows") else pos
         caches, factors = rest[: 1 + params["legacy"]], rest[1 + params["legacy"] :]
         rot, n, heads = params["n_dims"], len(q), q.shape[1]
         rope = OPS["ROPE"]
@@ -52,13 +54,14 @@ class MlaRopeSetRows(Op):
             heads_kv = np.asarray(third, np.float64).reshape(n, heads, -1)
             nope = q.shape[2] - rot
             key = np.concatenate([heads_kv[:, :, :nope], np.repeat(key, heads, axis=1)], axis=-1)
-            return [q_pe, *stored_rows(params, pos, (key, heads_kv[:, :, nope:]), caches)]
+            return [q_pe, *stored_rows(params, rows, (key, heads_kv[:, :, nope:]), caches)]
         (latent,) = OPS["RMS_NORM_MUL"].reference([np.asarray(kv, np.float64)[:, :-rot], third], params)
-        return [q_pe, *stored_rows(params, pos, (np.concatenate([latent[:, None], key], axis=-1),), caches)]
+        return [q_pe, *stored_rows(params, rows, (np.concatenate([latent[:, None], key], axis=-1),), caches)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, kv, third, pos, cache_k, *rest = node.inputs
         q_pe, params = node.outputs[0], node.params
+        own_rows = rest.pop() if params.get("has_rows") else None
         legacy, (n, heads, dim_k), rot = bool(params["legacy"]), q.shape, int(params["n_dims"])
         nope, rank, n_ctx = dim_k - rot, kv.shape[-1] - rot, cache_k.shape[1]
         values = rest[0].shape[2] if legacy else 0
@@ -80,11 +83,15 @@ class MlaRopeSetRows(Op):
         rows = staged_rows(f"{q_pe.name}.stored", n, caches)
         defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(rows is not caches)}
         defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
+        args = [*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)]
+        if own_rows is not None and rows is caches:
+            defines["BIND_ROWS"] = len(args)
+            args.append(Arg(own_rows))
         gz = ceil_div(n, MAX_GROUPS_X)
         return [
             Dispatch(
                 Variant.of("rope/latent.comp", defines, subgroup_size=subgroup),
-                (*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)),
+                tuple(args),
                 pack_push(n, n_ctx, float(params.get("eps", 0.0))),
                 (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),
                 node.op,
@@ -93,7 +100,7 @@ class MlaRopeSetRows(Op):
                 nbytes=2 * nbytes(q_pe) + nbytes(kv) + nbytes(third) + 2 * n * sum(c.shape[0] * c.shape[2] for c in caches),
                 flops=6 * n * (heads * rot + kv.shape[-1]),
             ),
-            *store_staged_rows(rows, pos, caches, ctx),
+            *store_staged_rows(rows, own_rows or pos, caches, ctx),
         ]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -106,6 +113,7 @@ class MlaRopeSetRows(Op):
             yield self.build_case(2, 5, 6, 12, 14, 2, legacy, ff=True)
             yield self.build_case(3, 3, 32, 32, 64, 64, legacy, type_k="q4_0", type_v="q8_0")
             yield self.build_case(3, 3, 32, 32, 64, 64, legacy, type_k="f32", type_v="f32")
+            yield self.build_case(3, 3, 32, 16, 64, 32, legacy, ff=True, rows=True)
 
     def full_cases(self) -> Iterator[Case]:
         for legacy, n, heads, (nope, rot, rank, dim_v), ff in product(
@@ -130,13 +138,14 @@ class MlaRopeSetRows(Op):
         seed: int = 17,
         type_k: str = "f16",
         type_v: str = "f16",
+        rows: bool = False,
         **given: Any,
     ) -> Case:
         """Caches of 16 positions (more for more tokens) holding values already; tokens from position 3 on, the last of several being
-        padding. given: of FREQUENCY."""
+        padding. rows: tokens are stored in other rows than their positions. given: of FREQUENCY."""
         params = {**rope_angles.DEFAULTS, "n_dims": rot, "eps": 1e-6, "legacy": legacy, "has_ff": ff, **given}
         kinds = cache_kinds(type_k, type_v, *((nope + rot, dim_v) if legacy else (rank + rot,)))
-        params |= cache_params(kinds)
+        params |= cache_params(kinds) | ({"has_rows": True} if rows else {})
 
         def make(rng: np.random.Generator) -> Problem:
             n_ctx = max(16, n + 4)
@@ -153,15 +162,20 @@ class MlaRopeSetRows(Op):
             if ff:
                 inputs.append(Tensor("factors", "F32", (rot // 2,), "weight"))
                 values["factors"] = frequency_factors(rot, 1.0)
+            if rows:
+                inputs.append(Tensor("rows", "I32", (n,), "input"))
+                values["rows"] = np.where(values["pos"] < 0, -1, n_ctx - 1 - 2 * np.arange(n)).astype(np.int32)
             return Problem(Node(self.name, tuple(inputs), (Tensor("q_pe", "F32", (n, n_head, rot)), *caches), params), values)
 
         shown: dict[str, Any] = {"n": n, "n_head": n_head, "nope": nope, "rot": rot, "rank": rank, "dim_v": dim_v}
         shown |= {"legacy": legacy, "ff": ff}
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {"rows": True} if rows else {}
         return Case(self.name, {**shown, **given, "seed": seed}, make, seed)
 
     def unfused(self, node: Node) -> list[Node]:
         q, kv, third, pos, *rest = node.inputs
+        own_rows = rest.pop() if node.params.get("has_rows") else pos
         legacy, (n, heads, dim_k), rot = bool(node.params["legacy"]), q.shape, node.params["n_dims"]
         caches, factors = rest[: 1 + legacy], rest[1 + legacy :]
         nope, row = dim_k - rot, kv.shape[-1]
@@ -186,8 +200,8 @@ class MlaRopeSetRows(Op):
             of_v = (n, heads, both - nope)
             value = emit("CONT", "value", of_v, third, view=View(nope, of_v, (heads * both, both, 1)))
             stored = emit("CONCAT", "k", (n, heads, dim_k), own, repeated, axis=-1)
-            return [*chain, *stores_of((stored, value), pos, caches)]
+            return [*chain, *stores_of((stored, value), own_rows, caches)]
         latent = emit("CONT", "latent", (n, 1, row - rot), kv, view=View(0, (n, 1, row - rot), (row, row, 1)))
         latent = emit("RMS_NORM_MUL", "normed", (n, 1, row - rot), latent, third, eps=node.params["eps"])
         stored = emit("CONCAT", "k", (n, 1, row), latent, key, axis=-1)
-        return [*chain, *stores_of((stored,), pos, caches)]
+        return [*chain, *stores_of((stored,), own_rows, caches)]

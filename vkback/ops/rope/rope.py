@@ -306,12 +306,13 @@ def frequency_factors(n_dims: int, fast: float) -> Array:
 
 @register
 class QkvRopeSetRows(Op):
-    """QKV_ROPE_SET_ROWS(q [n, heads, d], k, v [n, kv_heads, d], pos, cache_k, cache_v [, q_norm, k_norm F32 [d]] [, factors]) ->
-    (q rotated F32 [n, heads, d], cache_k, cache_v).
+    """QKV_ROPE_SET_ROWS(q [n, heads, d], k, v [n, kv_heads, d], pos, cache_k, cache_v [, q_norm, k_norm F32 [d]] [, factors]
+    [, rows I32 [n]]) -> (q rotated F32 [n, heads, d], cache_k, cache_v).
 
     params  those of ROPE (n_dims 0: q and k are not rotated); has_norm, eps: heads of q and k are RMS-normed and multiplied first; has_ff;
             type_k, type_v: of caches that are not F16;
-            packed: q, k, v are one tensor [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim
+            packed: q, k, v are one tensor [n, (heads + 2 kv_heads) d], with n_head, n_head_kv, head_dim;
+            has_rows: rows of the caches that tokens are stored in, instead of pos
     """
 
     name = "QKV_ROPE_SET_ROWS"
@@ -327,17 +328,19 @@ class QkvRopeSetRows(Op):
             q, k, v = inputs[:3]
             rest = list(inputs[3:])
         pos, cache_k, cache_v, *extra = rest
+        rows = extra.pop() if params.get("has_rows") else pos
         if params["has_norm"]:
             q, k = (OPS["RMS_NORM_MUL"].reference([x, w], params)[0] for x, w in zip((q, k), extra[:2], strict=True))
             extra = extra[2:]
         q, k = (OPS["ROPE"].reference([x, pos, *extra], params)[0] for x in (q, k))
-        return [q, *stored_rows(params, pos, (k, v), (cache_k, cache_v))]
+        return [q, *stored_rows(params, rows, (k, v), (cache_k, cache_v))]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         params = node.params
         packed = bool(params["packed"])
         sources = node.inputs[: 1 if packed else 3]
         pos, cache_k, cache_v, *extra = node.inputs[len(sources) :]
+        rows = extra.pop() if params.get("has_rows") else None
         kv_heads, n_ctx, dim = cache_k.shape
         q_out = node.outputs[0]
         heads = _Heads(q_out.shape[0], q_out.elements // (q_out.shape[0] * dim), kv_heads, dim)
@@ -354,9 +357,12 @@ class QkvRopeSetRows(Op):
         _check_factors(node, extra[norm:])
         caches = (cache_k, cache_v)
         kv = staged_rows(f"{q_out.name}.stored", heads.n, caches)
-        args = (*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv))
+        args = [*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv)]
         defines = {"STORE": 1, "STORE_F32": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
-        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_staged_rows(kv, pos, caches, ctx)]
+        if rows is not None and kv is caches:
+            defines["BIND_ROWS"] = len(args)
+            args.append(Arg(rows))
+        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_staged_rows(kv, rows or pos, caches, ctx)]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
@@ -369,6 +375,8 @@ class QkvRopeSetRows(Op):
         yield self.build_case("neox", 3, 4, 2, 64, True, type_k="q8_0", type_v="q4_0")
         yield self.build_case("normal", 2, 3, 1, 96, False, norm=True, type_k="q4_0", type_v="f16")
         yield self.build_case("normal", 2, 3, 1, 80, False, norm=True, type_k="f32", type_v="f16")
+        yield self.build_case("neox", 4, 4, 2, 64, True, norm=True, ff=True, rows=True)
+        yield self.build_case("normal", 3, 3, 1, 96, False, type_k="q8_0", type_v="f16", rows=True)
 
     def full_cases(self) -> Iterator[Case]:
         sizes = ((4, 2, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (4, 1, 256))
@@ -391,10 +399,11 @@ class QkvRopeSetRows(Op):
         seed: int = 17,
         type_k: str = "f16",
         type_v: str = "f16",
+        rows: bool = False,
         **given: Any,
     ) -> Case:
         """Caches of 16 positions holding values already; tokens from position 3 on, the last of several being padding. n_dims: 0: the head
-        size, -1: nothing is rotated. given: of FREQUENCY."""
+        size, -1: nothing is rotated. rows: tokens are stored in other rows than their positions. given: of FREQUENCY."""
         rope_angles.checked_mode(mode)
         given = {**({"n_dims": n_dims} if n_dims else {}), **given}
         heads, kv_heads, dim = n_head, n_head_kv, head_dim
@@ -412,7 +421,7 @@ class QkvRopeSetRows(Op):
         if packed:
             params |= {"n_head": heads, "n_head_kv": kv_heads, "head_dim": dim}
         kinds = cache_kinds(type_k, type_v, dim)
-        params |= cache_params(kinds)
+        params |= cache_params(kinds) | ({"has_rows": True} if rows else {})
 
         def make(rng: np.random.Generator) -> Problem:
             kv = (n, kv_heads, dim)
@@ -433,11 +442,15 @@ class QkvRopeSetRows(Op):
             if ff:
                 inputs.append(Tensor("factors", "F32", (params["n_dims"] // 2,), "weight"))
                 values["factors"] = frequency_factors(params["n_dims"], 1.0)
+            if rows:
+                inputs.append(Tensor("rows", "I32", (n,), "input"))
+                values["rows"] = np.where(values["pos"] < 0, -1, 15 - 2 * np.arange(n)).astype(np.int32)
             outputs = (Tensor("q_out", "F32", (n, heads, dim)), *caches)
             return Problem(Node(self.name, tuple(inputs), outputs, params), values)
 
         shown = {"mode": mode, "n": n, "n_head": heads, "n_head_kv": kv_heads, "head_dim": dim, "packed": packed, "norm": norm}
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
+        shown |= {"rows": True} if rows else {}
         return Case(self.name, {**shown, "ff": ff, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -458,6 +471,7 @@ class QkvRopeSetRows(Op):
         if node.params["packed"]:
             return []
         q, k, v, pos, cache_k, cache_v, *extra = node.inputs
+        rows = extra.pop() if node.params.get("has_rows") else pos
         out = node.outputs[0]
         chain: list[Node] = []
         if node.params["has_norm"]:
@@ -468,4 +482,4 @@ class QkvRopeSetRows(Op):
         params = {key: node.params[key] for key in rope_angles.PARAMS}
         rotated = Tensor(f"{k.name}.rotated", "F32", k.shape)
         chain += [Node("ROPE", (q, pos, *extra), (out,), params), Node("ROPE", (k, pos, *extra), (rotated,), params)]
-        return [*chain, *stores_of((rotated, v), pos, (cache_k, cache_v))]
+        return [*chain, *stores_of((rotated, v), rows, (cache_k, cache_v))]

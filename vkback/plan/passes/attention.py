@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vkback.graph import Node, Tensor
+from vkback.ops.attention.paged import paged_inputs
 from vkback.ops.matmul.linear_heads import heads_problem
 from vkback.ops.rope import angles as rope_angles
 from vkback.ops.view import View
@@ -26,6 +27,8 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         k_in = store_k.inputs[0]
         ropes = [rope for rope in (index.one_use_producer(q_in, "ROPE"), index.one_use_producer(k_in, "ROPE")) if rope is not None]
         gone = [*ropes, store_k, store_v]
+        if store_k.inputs[1].name != store_v.inputs[1].name:
+            continue
         params: dict[str, Any]
         factors: tuple[Tensor, ...] = ()
         if not ropes and index.read_once(q_in) and index.read_once(k_in):
@@ -46,9 +49,12 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             extra = (norms[0].inputs[1], norms[1].inputs[1])
             params["eps"] = norms[0].params["eps"]
         params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
+        stored_in = store_k.inputs[1]
+        rows = (stored_in,) if stored_in.name != pos.name else ()
+        params |= {"has_rows": True} if rows else {}
         params |= {key: c.type for key, c in (("type_k", cache_k), ("type_v", cache_v)) if c.type != "F16"}
         q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
-        fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors), (q_out, cache_k, cache_v), params)
+        fused = Node("QKV_ROPE_SET_ROWS", (q, k, v, pos, cache_k, cache_v, *extra, *factors, *rows), (q_out, cache_k, cache_v), params)
         nodes = replace(nodes, gone, [fused])
         if q_out is not q_in:
             reads = dataclasses.replace(attention, inputs=(q_out, *attention.inputs[1:]))
@@ -93,8 +99,9 @@ def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
     """The nodes that MLA_ROPE_SET_ROWS takes the place of, and it with its attention."""
     query, cache_k, cache_v, pos = attention.inputs[:4]
+    paged = [t for _, t in paged_inputs(attention)]
     # The fused op knows no sinks and no window.
-    if len(attention.inputs) > 4 or "window" in attention.params:
+    if len(attention.inputs) - len(paged) > 4 or "window" in attention.params:
         return None
     n, heads, _ = query.shape
     stores = [next((s for s in nodes if s.op == "SET_ROWS" and s.outputs[0].name == c.name), None) for c in (cache_k, cache_v)]
@@ -148,10 +155,15 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     factors = rope_q.inputs[2:]
     caches = (cache_k, cache_v) if legacy else (cache_k,)
     params |= {key: c.type for key, c in zip(("type_k", "type_v"), caches, strict=False) if c.type != "F16"}
-    inputs = (dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row)), third, pos, *caches, *factors)
+    rows = [store.inputs[1] for store in stores[:1] if store is not None and store.inputs[1].name != pos.name]
+    params |= {"has_rows": True} if rows else {}
+    heads_of_q, latents = dataclasses.replace(q, shape=(n, heads, dim_k)), dataclasses.replace(kv, shape=(n, row))
+    inputs = (heads_of_q, latents, third, pos, *caches, *factors, *rows)
     q_pe = rope_q.outputs[0]
     store = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
-    reads = dataclasses.replace(attention, inputs=(first, cache_k, cache_v, pos, q_pe), params={**attention.params, "split_q": True})
+    reads = dataclasses.replace(
+        attention, inputs=(first, cache_k, cache_v, pos, q_pe, *paged), params={**attention.params, "split_q": True}
+    )
     return gone, [store, reads]
 
 
@@ -187,6 +199,8 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
             params.pop("packed")
             outputs = (attention.outputs[0], *fused.outputs[1:])
             pos, cache_k, cache_v, *extra = fused.inputs[3:]
+            if params.pop("has_rows", False):
+                extra.pop()  # the kernel finds the row by the page table
             norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
             angles = [angles_node(nodes, pos, factors, params)] if params["n_dims"] else []
             inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])

@@ -23,14 +23,16 @@ def store_by_products(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
     if schedule_choice(nodes, ctx)["rope"] != "product":
         return out
     for store in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS" and n.params["packed"]]:
-        packed, pos, _, _, *factors = store.inputs
+        packed, pos, cache_k, cache_v, *factors = store.inputs
+        rows = factors.pop() if store.params.get("has_rows") else pos
         parts = [n for n in out if any(t.name == packed.name for t in n.outputs)]
         readers = [n for n in out if any(t.name == packed.name for t in n.inputs)]
         if len(readers) > 1 or any(n.op != "LINEAR" for n in parts) or not stored_by_products(parts, store, ctx):
             continue
         angles = [angles_node(out, pos, factors, store.params)] if store.params["n_dims"] else []
         new = [n for n in angles if not any(n is there for there in out)]
-        # Frequency factors are in the angles.
-        plain = dataclasses.replace(store, inputs=store.inputs[:4], params={**store.params, "has_ff": False})
+        # Frequency factors are in the angles, which are made of the position; the products only store.
+        params = {key: value for key, value in store.params.items() if key != "has_rows"}
+        plain = dataclasses.replace(store, inputs=(packed, rows, cache_k, cache_v), params={**params, "has_ff": False})
         out = replace(out, [*parts, store], [*new, fused(parts, plain, angles[0].outputs[0] if angles else None)])
     return out
