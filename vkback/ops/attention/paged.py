@@ -57,7 +57,7 @@ def by_sequence(reference: Reference, inputs: Sequence[Array], params: Mapping[s
 
 
 def token_by_sequence(reference: Reference, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-    """ATTN_DECODE over the rows of the token's own sequence; the new row goes back to where it lies."""
+    """ATTN_DECODE over the rows of the token's own sequence; the new row goes back into its page."""
     qkv, pos, cache_k, cache_v, *rest = inputs[:-2]
     slots, pages = inputs[-2:]
     plain = {key: value for key, value in params.items() if key != "page"}
