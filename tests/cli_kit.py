@@ -13,7 +13,7 @@ import pytest
 
 from vkback.api import LoadedModel
 from vkback.cli import run as generate
-from vkback.cli import vkbench
+from vkback.cli import vkbench, vkbench_batch
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -148,6 +148,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         return LoadedModel(cast(Engine, engine))
 
     monkeypatch.setattr(vkbench, "load_engine", load)
+    monkeypatch.setattr(vkbench_batch, "load_engine", load)
     monkeypatch.setattr(generate, "load_model", load_model)
     monkeypatch.setattr(vkbench, "measured_read_rate", lambda device: 200.0)
     monkeypatch.setattr(vkbench, "measured_math_rate", lambda device, kernel: {"coop_mat": 0.5, "int_dot": 0.25}[kernel])

@@ -308,7 +308,8 @@ def test_a_status_line_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_an_option_that_is_given_twice_is_added_up_or_refused() -> None:
     """Every option of every command, by each of its names: of two values none is dropped."""
-    found = {"vkbench": typer.main.get_command(vkbench.app), **cast(Any, typer.main.get_command(main.app_of())).commands}
+    several = {f"vkbench {name}": one for name, one in cast(Any, typer.main.get_command(vkbench.app_of("batch"))).commands.items()}
+    found = {"vkbench": typer.main.get_command(vkbench.app), **several, **cast(Any, typer.main.get_command(main.app_of())).commands}
     refused = 0
     for name, command in found.items():
         for param in command.params:

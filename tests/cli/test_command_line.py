@@ -30,6 +30,7 @@ from vkback.paths import builtin_model
         ("help run", "Usage: vkback run [OPTIONS]"),
         ("bench -h", "Usage: vkbench [OPTIONS]"),
         ("help bench", "Usage: vkbench [OPTIONS]"),
+        ("bench batch -h", "Usage: vkbench batch [OPTIONS]"),
     ],
 )
 def test_help_is_shown_wherever_it_is_asked_for(
@@ -43,6 +44,13 @@ def test_vkbench_s_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for word in ("-h", "help", "--help"):
         assert call(monkeypatch, vkbench.main, word) == 0
         assert capsys.readouterr().out.startswith("Usage: vkbench [OPTIONS] [TEST]...")
+
+
+def test_help_of_what_vkbench_measures_besides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in vkbench.COMMANDS:
+        for words in (("help", name), (name, "-h")):
+            assert call(monkeypatch, vkbench.main, *words) == 0
+            assert capsys.readouterr().out.startswith(f"Usage: vkbench {name} [OPTIONS]")
 
 
 def test_help_of_a_command_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +73,12 @@ def test_the_package_can_be_executed() -> None:
 
 @pytest.mark.parametrize(
     ("program", "typed", "offered"),
-    [("vkback", "vkback perp", ["perplexity"]), ("vkback", "vkback run --te", ["--temp"]), ("vkbench", "vkbench --warm", ["--warmup"])],
+    [
+        ("vkback", "vkback perp", ["perplexity"]),
+        ("vkback", "vkback run --te", ["--temp"]),
+        ("vkbench", "vkbench --warm", ["--warmup"]),
+        ("vkbench", "vkbench batch --rep", ["--repetitions"]),
+    ],
 )
 def test_shells_complete_commands_and_options(program: str, typed: str, offered: list[str]) -> None:
     asked = {f"_{program.upper()}_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}

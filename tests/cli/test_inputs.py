@@ -28,7 +28,7 @@ from vkback.evaluate import node_compare
 from vkback.models.adapter import AdapterError, given
 from vkback.records import read_objects
 from vkback.report import compare, compare_ops
-from vkback.report.bench_table import ReportError
+from vkback.report.result_table import ReportError
 from vkback.report.store import Store
 from vkback.train.finetune import FineTune, Plan, Record
 from vkback.train.trainer import TrainError

@@ -21,7 +21,7 @@ from vkback.cli import main, shell
 from vkback.cli.shell import run
 from vkback.models import Model
 from vkback.models.synth import outline, synthesize, write_outline
-from vkback.report.bench_table import ReportError
+from vkback.report.result_table import ReportError
 from vkback.report.store import Store
 from vkback.shader.compiler import program_path
 

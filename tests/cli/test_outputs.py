@@ -25,7 +25,7 @@ from vkback.cli.vkbench_run import measure
 from vkback.cli.vkbench_tests import BenchTest
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Run
-from vkback.report.bench_table import ReportError
+from vkback.report.result_table import ReportError
 from vkback.report.store import Store
 
 BENCH = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"

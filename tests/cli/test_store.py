@@ -19,7 +19,8 @@ from vkback.cli import main, vkbench
 from vkback.harness.output import About, fields_of
 from vkback.harness.result import CaseResult
 from vkback.report import tables
-from vkback.report.bench_table import BenchResult, ReportError, field_types, open_writer
+from vkback.report.bench_table import BENCH, BenchResult
+from vkback.report.result_table import ReportError
 from vkback.report.store import VERSION, Store, is_store
 
 DATA = Path(__file__).parents[1] / "data"
@@ -57,7 +58,7 @@ def test_what_is_stored_is_what_was_measured(store: Path) -> None:
     assert list(rows["build_commit"]) == ["aaaa11112", "bbbb22223", "bbbb22223", "bbbb22223"]
     with closing(sqlite3.connect(store)) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
-        assert set(field_types()) < {name for _, name, *_ in db.execute("PRAGMA table_info(llama_bench)")}
+        assert set(BENCH.field_types()) < {name for _, name, *_ in db.execute("PRAGMA table_info(llama_bench)")}
 
 
 def test_fields_of_a_later_vkback_are_added_and_its_schema_is_refused(store: Path) -> None:
@@ -216,7 +217,7 @@ def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ]
     assert [r["beats_noise"] for r in records] == [False, True, False]
     table = io.StringIO()
-    writer = open_writer("md", table, ("% read",))
+    writer = BENCH.open_writer("md", table, ("% read",))
     writer.header("vkback: 0 = a device")
     writer.row(replace(LLAMA_8B, read_rate_gb_s=1600.0))
     writer.footer(("5d8bb900b", 6910))

@@ -67,7 +67,10 @@ def commands() -> dict[str, set[str]]:
 def test_every_command_can_answer_in_json() -> None:
     without = {name for name, options in commands().items() if "--json" not in options}
     assert without == set(WITHOUT_JSON)
-    assert any("--json" in p.opts for p in typer.main.get_command(vkbench.app).params)
+    more = typer.main.get_command(vkbench.app_of("batch"))
+    assert hasattr(more, "commands")
+    for command in (typer.main.get_command(vkbench.app), *more.commands.values()):
+        assert any("--json" in p.opts for p in command.params)
 
 
 def test_every_command_is_looked_at() -> None:

@@ -177,7 +177,7 @@ def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
     program, *args = words(command)
     match Path(program).name:
         case "vkback" | "vkbench" as name:
-            root = typer.main.get_command(main_cli.app if name == "vkback" else bench_cli.app)
+            root = typer.main.get_command(main_cli.app if name == "vkback" else bench_cli.app_of(args[0] if args else ""))
             while isinstance(root, click.Group):
                 assert args and root.get_command(click.Context(root), args[0]), f"{page}: vkback has no command {args[:1]}"
                 root, args = root.commands[args[0]], args[1:]
@@ -282,7 +282,8 @@ LINKING = (*PAGES_OF_ALL, "CHANGELOG.md")
 
 def test_every_command_has_its_section_and_an_example() -> None:
     sections = {match["command"]: match["text"] for match in SECTION.finditer((ROOT / "docs/commands.md").read_text(encoding="utf-8"))}
-    assert sections.keys() == {"vkbench", *(f"vkback {name}" for name in main_cli.COMMANDS)}
+    others = {*(f"vkback {name}" for name in main_cli.COMMANDS), *(f"vkbench {name}" for name in bench_cli.COMMANDS)}
+    assert sections.keys() == {"vkbench", *others}
     for command, text in sections.items():
         assert f"\n    {command} " in text, f"docs/commands.md: no example of {command}"
 
@@ -290,7 +291,7 @@ def test_every_command_has_its_section_and_an_example() -> None:
 def test_the_front_page_names_every_command() -> None:
     table = FRONT[FRONT.index("## Commands") : FRONT.index("## Documentation")]
     named = {re.sub(r"^vkback ", "", name) for name in re.findall(r"`([^`]+)`", table)}
-    assert {"vkbench", *main_cli.COMMANDS} <= named
+    assert {"vkbench", *main_cli.COMMANDS, *(f"vkbench {name}" for name in bench_cli.COMMANDS)} <= named
 
 
 @pytest.mark.parametrize("family", ["gemv", "gemv_path", "gemm", "attention", "schedule"])

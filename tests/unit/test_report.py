@@ -16,9 +16,10 @@ import pytest
 from bench_samples import LLAMA_8B
 
 from vkback.report import compare
-from vkback.report.bench_table import BenchResult, MarkdownWriter, ReportError, open_writer, tflops_text
+from vkback.report.bench_table import BENCH, BenchResult, tflops_text
 from vkback.report.build import build_info
 from vkback.report.compare import Speed, change_between, two_sided_p
+from vkback.report.result_table import MarkdownWriter, ReportError
 from vkback.units import params_text, size_text
 
 LLAMA_BENCH_FIELDS = (
@@ -36,7 +37,7 @@ SEED_DASHES = "| ------------------------------ | ---------: | ---------: | ----
 
 def written(fmt: str, *results: BenchResult, extra: tuple[str, ...] = (), device: str = "") -> str:
     out = io.StringIO()
-    writer = open_writer(fmt, out, extra)
+    writer = BENCH.open_writer(fmt, out, extra)
     writer.header(device)
     for r in results:
         writer.row(r)
@@ -205,11 +206,12 @@ def test_sql_fills_a_table() -> None:
 
 def test_unknown_format_names_those_there_are() -> None:
     with pytest.raises(ReportError, match="'xml' is not an output format; expected one of md, csv, json, jsonl, sql"):
-        open_writer("xml", io.StringIO())
+        BENCH.open_writer("xml", io.StringIO())
 
 
 def test_default_columns() -> None:
-    writer = MarkdownWriter(io.StringIO())
+    writer = BENCH.open_writer("md", io.StringIO())
+    assert isinstance(writer, MarkdownWriter)
     assert [c.header for c in writer.columns] == ["model", "size", "params", "backend", "ngl", "test", "t/s", "GB/s"]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
 
 import typer
 
-from vkback.cli.shell import VersionOption, add_command, new_app, run
+from vkback.cli.shell import VersionOption, add_command, asked_for, new_app, run
 
 COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
@@ -73,16 +72,9 @@ def main() -> NoReturn:
         vkbench.main()
 
     def app(**how: Any) -> Any:
-        return app_of(asked_for(sys.argv))(**how)
+        return app_of(asked_for(sys.argv, "vkback"))(**how)
 
     run(app, "vkback")
-
-
-def asked_for(line: list[str]) -> str:
-    """The command that a line asks for, also one that a shell wants to complete; "" where it names none."""
-    typed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS")
-    words = line if "_VKBACK_COMPLETE" not in os.environ or typed is None else typed.split()
-    return next((word for word in words[1:] if word != "--"), "")  # the options that may stand before a command end there
 
 
 if __name__ == "__main__":

@@ -354,6 +354,13 @@ def add_command(
     app.command(name, cls=cls, short_help=summary, context_settings=CONTEXT)(function)
 
 
+def asked_for(line: Sequence[str], program: str) -> str:
+    """The command that a line asks for, also one that a shell wants to complete; "" where it names none."""
+    typed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS")
+    words = line if f"_{program.upper()}_COMPLETE" not in os.environ or typed is None else typed.split()
+    return next((word for word in words[1:] if word != "--"), "")  # the options that may stand before a command end there
+
+
 def print_version(wanted: bool) -> None:
     """Version and build, and nothing else, where the option was given."""
     if not wanted:

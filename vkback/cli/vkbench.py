@@ -6,10 +6,9 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from io import StringIO
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
@@ -18,6 +17,7 @@ import typer
 
 from vkback import paths
 from vkback.cli.bench_llama import BenchCommand
+from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption, Outputs, SaveOption, StoreOption
 from vkback.cli.shell import (
     ACTS,
     DeviceOption,
@@ -26,6 +26,7 @@ from vkback.cli.shell import (
     VersionOption,
     act_of,
     add_command,
+    asked_for,
     bars,
     load_engine,
     load_options,
@@ -34,14 +35,12 @@ from vkback.cli.shell import (
     model_path,
     new_app,
     one_of,
-    output_file,
     run,
-    write_output,
 )
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_run import Feed, cpu_name, measure
+from vkback.cli.vkbench_run import Feed, cpu_name, driver_text, measure, where_it_ran
 from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
-from vkback.report.bench_table import WRITERS, BenchResult, Writer, open_writer
+from vkback.report.bench_table import BENCH, BenchResult
 from vkback.report.build import build_info
 
 if TYPE_CHECKING:
@@ -86,25 +85,6 @@ class Settings:
     build: tuple[str, int]
 
 
-@dataclass(frozen=True)
-class SavedFile:
-    """A file of --save. form: of WRITERS."""
-
-    path: Path
-    form: str
-    columns: Sequence[str]
-
-    def write(self, head: str, results: Sequence[BenchResult], build: tuple[str, int]) -> None:
-        """Write what a run has measured."""
-        text = StringIO()
-        writer = open_writer(self.form, text, self.columns)
-        writer.header(head)
-        for result in results:
-            writer.row(result)
-        writer.footer(build)
-        write_output(self.path, "--save", text.getvalue())
-
-
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
     models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,
@@ -116,13 +96,11 @@ def bench(
         list[str] | None, typer.Option("-ub", "--ubatch-size", "--ubatch", help="Prompt tokens processed at once, same notation.")
     ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each test is measured.")] = 5,
-    output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(WRITERS)}.")] = "md",
-    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
-    output_err: Annotated[str, typer.Option("-oe", "--output-err", help="On stderr: none or a format.")] = "none",
-    save: Annotated[list[Path] | None, typer.Option(help="Into a file too; its ending names the format. Repeat for several.")] = None,
-    store: Annotated[
-        Path | None, typer.Option("--store", metavar="FILE.sqlite", help="Append to a store, for vkback history and compare-bench.")
-    ] = None,
+    output: OutputOption = "md",
+    as_json: AsJsonOption = False,
+    output_err: OutputErrOption = "none",
+    save: SaveOption = None,
+    store: StoreOption = None,
     device: DeviceOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: Annotated[
@@ -148,7 +126,10 @@ def bench(
     ] = False,
     version: VersionOption = False,
 ) -> None:
-    """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128."""
+    """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128.
+
+    vkbench batch measures many sequences at once; it has its own --help.
+    """
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
     acts = [act_of(a) for a in act.split(",")]
@@ -176,22 +157,9 @@ def bench(
     columns += ["exact"] * exact + ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
-    with ExitStack() as open_files:
-        shown = [open_writer("json" if as_json else one_of(output, tuple(WRITERS), "-o"), sys.stdout, columns)]
-        if output_err != "none":
-            shown.append(open_writer(one_of(output_err, ("none", *WRITERS), "-oe"), sys.stderr, columns))
-        kept = [
-            SavedFile(
-                output_file(path, "--save", *files), one_of(path.suffix.lstrip("."), tuple(WRITERS), f"--save {path}, ending"), columns
-            )
-            for path in save or []
-        ]
-        if store is not None:
-            from vkback.report.store import Store, StoreWriter
-
-            output_file(store, "--store", *files)
-            shown.append(StoreWriter(open_files.enter_context(Store(store))))
-        _measure_all(files, [(a, u, c) for a in acts for u in ubatches for c in caches], tests, settings, shown, kept)
+    outputs = Outputs(BENCH, output, as_json, output_err, save, store, extra=frozenset(columns), build=settings.build, inputs=files)
+    with outputs:
+        _measure_all(files, [(a, u, c) for a in acts for u in ubatches for c in caches], tests, settings, outputs)
 
 
 def _measure_all(
@@ -199,44 +167,31 @@ def _measure_all(
     variants: Sequence[tuple[str, int | None, tuple[str, str]]],
     tests: Sequence[BenchTest],
     settings: Settings,
-    shown: Sequence[Writer],
-    kept: Sequence[SavedFile],
+    outputs: Outputs[BenchResult],
 ) -> None:
     """variants: activations, tokens of a prompt processed at once (None: the engine's default), and types of K's and V's, each with a model
-    loaded anew. A run that ends early keeps what it has measured."""
-    results: list[BenchResult] = []
-    head = ""
+    loaded anew."""
+    begun = False
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     math_rates: dict[GemmKernel, float] = {}
-    try:
-        for path, (act, ubatch, cache) in product(files, variants):
-            progress = bars(settings.progress or sys.stderr.isatty())
-            k, v = cache
-            how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
-            with load_engine(path, settings.device, how) as engine:
-                if not head:
-                    line = engine.device.caps.summary_line()
-                    for writer in shown:
-                        writer.header(line)
-                    head = f"{_circumstances(settings, engine)}\n{line}"
-                if rate is None:
-                    rate = measured_read_rate(engine.device)
-                for test in tests:
-                    time.sleep(settings.delay_s)
-                    engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
-                    result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate or None)
-                    if test.is_prompt:
-                        result = _with_flops(result, engine, test, settings.math_rate, math_rates)
-                    results.append(result)
-                    for writer in shown:
-                        writer.row(result)
-    finally:
-        for file in kept if results else ():
-            file.write(head, results, settings.build)
-        if head:  # what was printed is whole, too
-            for writer in shown:
-                writer.footer(settings.build)
+    for path, (act, ubatch, cache) in product(files, variants):
+        progress = bars(settings.progress or sys.stderr.isatty())
+        k, v = cache
+        how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
+        with load_engine(path, settings.device, how) as engine:
+            if not begun:
+                begun = True
+                outputs.begin(engine.device.caps.summary_line(), settings.command, where_it_ran(engine))
+            if rate is None:
+                rate = measured_read_rate(engine.device)
+            for test in tests:
+                time.sleep(settings.delay_s)
+                engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
+                result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate or None)
+                if test.is_prompt:
+                    result = _with_flops(result, engine, test, settings.math_rate, math_rates)
+                outputs.row(result)
 
 
 def _with_flops(
@@ -253,17 +208,6 @@ def _with_flops(
     found = rate if rate is not None else known.get(kernel) if kernel is not None else None
     flops = engine.prompt_flops(test.n_prompt, test.n_depth)
     return replace(result, prompt_flops=flops, math_way=kernel or "", math_rate_tflops=found or None)
-
-
-def _circumstances(settings: Settings, engine: EngineLike) -> str:
-    """What a table that is kept has to say above itself, as markdown."""
-    today = datetime.now(UTC).strftime("%Y-%m-%d")
-    return f"    {settings.command}\n\n{today}, {engine.device.caps.name}, driver {_driver(engine)}\n"
-
-
-def _driver(engine: EngineLike) -> str:
-    caps = engine.device.caps
-    return f"{caps.driver_name} {caps.driver_info}".strip()
 
 
 def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cache: tuple[str, str], settings: Settings) -> BenchResult:
@@ -300,7 +244,7 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
         n_depth=test.n_depth,
         test_time=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
         samples_ns=samples,
-        driver_info=_driver(engine),
+        driver_info=driver_text(engine),
         command=settings.command,
         act=act,
         exact=settings.exact,
@@ -312,11 +256,31 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
 
 add_command(app, bench, cls=BenchCommand)
 
+COMMANDS = {"batch": ("vkbench_batch:batch", "Many sequences at once, in the table of llama-batched-bench.")}
+"""As those of vkback/cli/main.py: what vkbench measures beside a model alone."""
+
+
+def app_of(asked: str) -> typer.Typer:
+    """The command line of what is asked for: one with COMMANDS, or that of a model alone, which takes names of tests."""
+    if asked not in COMMANDS:
+        return app
+    found = new_app("Many sequences at once.")
+    found.callback()(_many)
+    for name, (place, summary) in COMMANDS.items():
+        file, _, function = place.partition(":")
+        add_command(found, getattr(import_module(f"vkback.cli.{file}"), function), name, summary, BenchCommand)
+    return found
+
+
+def _many() -> None:
+    """Makes a group of commands, of which one alone would else have no name."""
+
 
 def main() -> NoReturn:
-    if sys.argv[1:] == ["help"]:
-        sys.argv[1] = "--help"
-    run(app, "vkbench")
+    if sys.argv[1:2] == ["help"]:
+        sys.argv[1:] = [*sys.argv[2:3], "--help"]
+    asked = asked_for(sys.argv, "vkbench")
+    run(app_of(asked), "vkbench")
 
 
 if __name__ == "__main__":

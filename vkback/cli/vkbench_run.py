@@ -91,6 +91,17 @@ def exhaust(tokens: Iterable[int]) -> None:
         pass
 
 
+def driver_text(engine: EngineLike) -> str:
+    """Driver and version."""
+    caps = engine.device.caps
+    return f"{caps.driver_name} {caps.driver_info}".strip()
+
+
+def where_it_ran(engine: EngineLike) -> str:
+    """Device and driver."""
+    return f"{engine.device.caps.name}, driver {driver_text(engine)}"
+
+
 def cpu_name() -> str:
     """The processor as its maker calls it, as far as the system tells."""
     info = Path("/proc/cpuinfo")

@@ -8,28 +8,14 @@ reached; of prompts their operations, TFLOPS, the device's measured math rate an
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean, stdev
-from typing import Any, TextIO
+from typing import Any
 
-from vkback.errors import VkbackError
-from vkback.records import CsvRecords, JsonArray, JsonLines, RecordWriter, SqlRecords
-from vkback.report.markdown import Column, head, line
+from vkback.report.markdown import Column
+from vkback.report.result_table import ResultTable
 from vkback.units import params_text, size_text
-
-SQL_TABLE = "llama_bench"
-
-
-class ReportError(VkbackError):
-    """A result that cannot be written or read, with the file and what is wrong in it."""
-
-
-class NotAResult(ReportError):  # noqa: N818  what it says is enough
-    """A file that was named as a result and is none."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +149,21 @@ class BenchResult:
         ours = ("gb_s", "percent_of_read", "tflops", "percent_of_math")
         return {**values, **{name: getattr(self, name) for name in ours}}
 
+    def samples(self) -> dict[str, list[Any]]:
+        return {"samples_ns": list(self.samples_ns), "samples_ts": self.samples_ts}
+
 
 def deviation(samples: Sequence[float]) -> float:
     """Sample standard deviation (n - 1); 0 for fewer than two samples."""
     return stdev(samples) if len(samples) > 1 else 0.0
 
 
-def test_name(n_prompt: int, n_gen: int, n_depth: int = 0) -> str:
-    """`pp512`, `tg128`, `pp512+tg128`, each with ` @ d4096` at a depth."""
+def test_name(n_prompt: int, n_gen: int, n_depth: int = 0, pl: int | None = None, shared: bool = False) -> str:
+    """`pp512`, `tg128`, `pp512+tg128`, each with ` @ d4096` at a depth; of many sequences at once (pl) `8 x tg128`, and ` shared` behind it
+    where they share a prompt."""
     parts = [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
-    return "+".join(parts) + (f" @ d{n_depth}" if n_depth else "")
+    name = "+".join(parts) + (f" @ d{n_depth}" if n_depth else "")
+    return name if pl is None else f"{pl} x {name}{' shared' * shared}"
 
 
 def speed_text(mean: float, dev: float) -> str:
@@ -212,141 +203,28 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
 }
 """Every column of the markdown table in its order: how it looks and what it holds."""
 
-FIXED_COLUMNS = frozenset({"model", "size", "params", "backend", "n_gpu_layers", "test", "t/s", "GB/s"})
-"""Columns that are always there. The others come when a parameter differs from its default, `% read` when the rate is known, `TFLOPS` when
-a test is a prompt, `% math` when the rate is known, too."""
+OPTIONAL_COLUMNS = frozenset(COLUMNS) - {"model", "size", "params", "backend", "n_gpu_layers", "test", "t/s", "GB/s"}
+"""They come when a parameter differs from its default, `% read` when the rate is known, `TFLOPS` when a test is a prompt, `% math` when the
+rate is known, too."""
 
+_GENERATION = BenchResult(
+    build_commit="",
+    build_number=0,
+    cpu_info="",
+    gpu_info="",
+    model_filename="",
+    model_type="",
+    model_size=0,
+    model_n_params=0,
+    n_prompt=0,
+    n_gen=1,
+    n_depth=0,
+    test_time="",
+    samples_ns=(1,),
+    bytes_per_token=1,
+    read_rate_gb_s=1.0,
+    prompt_flops=1,
+    math_rate_tflops=1.0,
+)
 
-class Writer(ABC):
-    """Writes results one by one, as they are measured."""
-
-    def __init__(self, out: TextIO) -> None:
-        self.out = out
-
-    def header(self, device_line: str = "") -> None:  # noqa: B027  a format without a header is a format
-        """What comes before the first result. device_line: the device in words, for people."""
-
-    @abstractmethod
-    def row(self, result: BenchResult) -> None: ...
-
-    def footer(self, build: tuple[str, int]) -> None:  # noqa: B027
-        """What comes after the last result. build: commit and number."""
-
-    def _print(self, text: str) -> None:
-        print(text, file=self.out, flush=True)
-
-
-class MarkdownWriter(Writer):
-    """extra: names of COLUMNS beyond the fixed ones."""
-
-    def __init__(self, out: TextIO, extra: Sequence[str] = ()) -> None:
-        super().__init__(out)
-        names = [name for name in COLUMNS if name in FIXED_COLUMNS or name in extra]
-        self.columns = [COLUMNS[name][0] for name in names]
-        self._cells = [COLUMNS[name][1] for name in names]
-
-    def header(self, device_line: str = "") -> None:
-        if device_line:
-            self._print(device_line)
-        for text in head(self.columns):
-            self._print(text)
-
-    def row(self, result: BenchResult) -> None:
-        self._print(line(self.columns, [cell(result) for cell in self._cells]))
-
-    def footer(self, build: tuple[str, int]) -> None:
-        self._print(f"\nbuild: {build[0]} ({build[1]})")
-
-
-class RecordsWriter(Writer):
-    """Results as records for machines. samples: with those of each repetition."""
-
-    def __init__(self, records: RecordWriter, *, samples: bool = False) -> None:
-        super().__init__(records.out)
-        self._records, self._samples = records, samples
-
-    def header(self, device_line: str = "") -> None:
-        self._records.begin()
-
-    def row(self, result: BenchResult) -> None:
-        samples = {"samples_ns": list(result.samples_ns), "samples_ts": result.samples_ts} if self._samples else {}
-        self._records.write({**result.row(), **samples})
-
-    def footer(self, build: tuple[str, int]) -> None:
-        self._records.end()
-
-
-def csv_writer(out: TextIO) -> Writer:
-    """A bare header, then every value in quotes."""
-    return RecordsWriter(CsvRecords(out, list(field_types()), quote_header=False))
-
-
-def json_writer(out: TextIO) -> Writer:
-    """One array of objects with the samples."""
-    return RecordsWriter(JsonArray(out, indent=2), samples=True)
-
-
-def json_lines_writer(out: TextIO) -> Writer:
-    """One object a line, with the samples."""
-    return RecordsWriter(JsonLines(out), samples=True)
-
-
-class SqlWriter(RecordsWriter):
-    """Statements that make and fill the table `llama_bench`, for sqlite3."""
-
-    def __init__(self, out: TextIO) -> None:
-        super().__init__(SqlRecords(out, SQL_TABLE, field_types()))
-
-    def header(self, device_line: str = "") -> None:
-        super().header(device_line)
-        self._print("")
-
-
-WRITERS: dict[str, Callable[[TextIO], Writer]] = {
-    "md": MarkdownWriter,
-    "csv": csv_writer,
-    "json": json_writer,
-    "jsonl": json_lines_writer,
-    "sql": SqlWriter,
-}
-
-
-def open_writer(fmt: str, out: TextIO, extra_columns: Sequence[str] = ()) -> Writer:
-    """The writer of a format. Raises ReportError naming the formats there are."""
-    if fmt not in WRITERS:
-        raise ReportError(f"{fmt!r} is not an output format; expected one of {', '.join(WRITERS)}")
-    if fmt == "md":
-        return MarkdownWriter(out, extra_columns)
-    return WRITERS[fmt](out)
-
-
-SQL_TYPES = {"b": "INTEGER", "i": "INTEGER", "f": "REAL"}
-"""By the kind of a column."""
-
-
-def field_types() -> dict[str, str]:
-    """Name and SQL type of each field of the machine formats, in order."""
-    import pandas as pd
-
-    probe = BenchResult(
-        build_commit="",
-        build_number=0,
-        cpu_info="",
-        gpu_info="",
-        model_filename="",
-        model_type="",
-        model_size=0,
-        model_n_params=0,
-        n_prompt=0,
-        n_gen=1,
-        n_depth=0,
-        test_time="",
-        samples_ns=(1,),
-        bytes_per_token=1,
-        read_rate_gb_s=1.0,
-        prompt_flops=1,
-        math_rate_tflops=1.0,
-    )
-    prompt = replace(probe, n_prompt=1, n_gen=0)  # generation and prompts have figures of their own
-    kinds = pd.DataFrame([probe.row(), prompt.row()]).dtypes
-    return {str(name): SQL_TYPES.get(kind.kind, "TEXT") for name, kind in kinds.items()}
+BENCH = ResultTable("llama_bench", COLUMNS, (_GENERATION, replace(_GENERATION, n_prompt=1, n_gen=0)), OPTIONAL_COLUMNS)

@@ -23,9 +23,12 @@ import pandas as pd
 
 from vkback.records import read_objects
 from vkback.report import tables
-from vkback.report.bench_table import SQL_TABLE, NotAResult, ReportError, deviation, speed_text, test_name
+from vkback.report.batch_rows import bench_rows, is_batch, of_markdown, with_model
+from vkback.report.batch_table import BATCH
+from vkback.report.bench_table import BENCH, deviation, speed_text
 from vkback.report.markdown import Column, head, line, tables_of
-from vkback.report.settings import texts, unlike
+from vkback.report.result_table import NotAResult, ReportError
+from vkback.report.settings import test_names, texts, unlike
 from vkback.report.store import Store, is_store
 from vkback.units import params_text, size_text
 
@@ -57,7 +60,7 @@ SETTINGS = (
 PLACES = ("backends", "devices", "gpu_info")
 """Settings that results beside may have otherwise."""
 
-INTEGERS = ("model_size", "model_n_params", "n_prompt", "n_gen", "n_depth", "n_gpu_layers")
+INTEGERS = ("model_size", "model_n_params", "n_prompt", "n_gen", "n_depth", "n_gpu_layers", "pl", "is_pp_shared")
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def load(path: str | Path) -> pd.DataFrame:
         wrong = "is a folder" if path.is_dir() else "no such file"
         raise NotAResult(f"{path}: {wrong}; expected a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite)")
     try:
-        rows = _typed(_parse(path))
+        rows = _typed(_parse_tests(path))
     except (ValueError, OverflowError, sqlite3.Error) as e:
         raise NotAResult(f"{path}: not a result of vkbench or llama-bench (md, json, jsonl, csv, sql or sqlite): {str(e).strip()}") from e
     if rows.empty:
@@ -158,6 +161,11 @@ def _one(rows: pd.DataFrame, path: Path, column: str, what: tuple[str, str], nam
     return chosen
 
 
+def _parse_tests(path: Path) -> pd.DataFrame:
+    rows = _parse(path)
+    return bench_rows(rows) if is_batch(rows.columns) else rows
+
+
 def _parse(path: Path) -> pd.DataFrame:
     if is_store(path):
         with Store(path) as store:
@@ -184,6 +192,9 @@ def _of_markdown(text: str) -> pd.DataFrame:
     found: list[dict[str, Any]] = []
     for table in tables_of(text):
         for row in table:
+            if (batch := of_markdown(row)) is not None:
+                found.append(batch)
+                continue
             if lacks := [name for name in ("model", "size", "params", "test", "t/s") if name not in row]:
                 raise ValueError(f"a markdown table without the columns {', '.join(lacks)} of vkbench and llama-bench")
             speed, sizes = SPEED.fullmatch(row["t/s"]), TEST.fullmatch(row["test"])
@@ -236,7 +247,8 @@ def _count(text: str) -> int:
 
 
 def _rows_of(db: sqlite3.Connection) -> pd.DataFrame:
-    cursor = db.execute(f"SELECT * FROM {SQL_TABLE}")
+    there = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+    cursor = db.execute(f"SELECT * FROM {BATCH.sql_table if BATCH.sql_table in there else BENCH.sql_table}")
     return pd.DataFrame(cursor.fetchall(), columns=[name for name, *_ in cursor.description], dtype=object)
 
 
@@ -266,6 +278,7 @@ def compare(
     beside      further results of the same tests, by what they are called; devices and backends may be others
     Raises ReportError when they share no test.
     """
+    before, after = with_model(before, after), with_model(after, before)
     told_apart = [s for s in SETTINGS if any(texts(rows, s).nunique() > 1 for rows in (before, after))]
     told_apart += unlike([group for rows in (before, after) for group in _tests(rows, told_apart).values()], told_apart)
     old, new = (_tests(rows, told_apart) for rows in (before, after))
@@ -315,7 +328,7 @@ def _like(rows: pd.DataFrame, name: str, compared: Sequence[pd.DataFrame], told_
 
 def _tests(rows: pd.DataFrame, told_apart: Sequence[str]) -> dict[tuple[str, ...], pd.DataFrame]:
     """The rows of each test by model, size, parameters, test and settings, in the order of the file."""
-    test = rows[["n_prompt", "n_gen", "n_depth"]].apply(lambda sizes: test_name(*sizes), axis=1)
+    test = pd.Series(test_names(rows), rows.index)
     key = [rows["model_type"].map(str), rows["model_size"].map(size_text), rows["model_n_params"].map(params_text), test]
     key += [texts(rows, s) for s in told_apart]
     return {cast(tuple[str, ...], k): group for k, group in rows.groupby(key, sort=False)}
@@ -338,7 +351,7 @@ def _few(groups: Mapping[tuple[str, ...], Any]) -> str:
 def pooled(rows: pd.DataFrame, skip_first: bool) -> Speed:
     """Rows of one test taken together: all their samples where every row has them, else their means with equal weight."""
     first = rows.iloc[0]
-    name = f"{first['model_type']} {test_name(first['n_prompt'], first['n_gen'], first['n_depth'])}"
+    name = f"{first['model_type']} {test_names(rows)[0]}"
     samples = list(rows["samples_ts"]) if "samples_ts" in rows else []
     if samples and all(isinstance(s, list) and s for s in samples):
         flat = list(chain.from_iterable(s[1:] if skip_first else s for s in samples))
@@ -403,7 +416,7 @@ _WIDTHS = {
 """Columns of the markdown table with their least widths; settings stand before the test. Others are aligned left."""
 
 _RIGHT = ("size", "params", "ngl", "test", "t/s (before)", "t/s (after)", "diff")
-_GROWING = ("backend", "ngl")
+_GROWING = ("backend", "ngl", "test")
 
 
 def _cells(comparison: Comparison) -> pd.DataFrame:

@@ -19,8 +19,9 @@ import pandas as pd
 from vkback.harness.output import SQL_TABLE
 from vkback.records import read_objects
 from vkback.report import tables
-from vkback.report.bench_table import NotAResult, ReportError, deviation
+from vkback.report.bench_table import deviation
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, change_text, located, of_commit
+from vkback.report.result_table import NotAResult, ReportError
 from vkback.report.settings import texts
 from vkback.report.store import Store, is_store
 

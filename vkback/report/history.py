@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import pandas as pd
 
 from vkback.report import compare_ops, tables
-from vkback.report.bench_table import ReportError, speed_text, test_name
+from vkback.report.bench_table import speed_text
 from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, pooled
-from vkback.report.settings import texts, unlike
+from vkback.report.result_table import ReportError
+from vkback.report.settings import test_names, texts, unlike
 
 VARYING = ("act", "exact", "feed", "n_ubatch", "type_k", "type_v")
 """Settings that tell series apart, shown with the test where they are not what most results have."""
@@ -44,17 +45,17 @@ def of_bench(rows: pd.DataFrame) -> list[Point]:
     """Points of benchmark results, series by series in the order of their first results, builds in the order of theirs."""
     if rows.empty:
         return []
-    test = ["gpu_info", "driver_info", "model_type", "n_prompt", "n_gen", "n_depth", "build_commit", "tuning", *VARYING]
-    by = [texts(rows, name) for name in test]
+    names = test_names(rows)
+    by = [pd.Series(names, rows.index)]
+    by += [texts(rows, name) for name in ("gpu_info", "driver_info", "model_type", "build_commit", "tuning", *VARYING)]
     varying = [*VARYING, *unlike([group for _, group in rows.groupby(by, sort=False)], (*VARYING, "devices"))]
     shown = rows.assign(model_filename=texts(rows, "model_filename"))
     usual = {name: shown[name].mode().iloc[0] for name in varying if name in shown and shown[name].notna().any()}
-    tests = [test_name(*sizes) for sizes in rows[["n_prompt", "n_gen", "n_depth"]].itertuples(index=False)]
     extra = [
-        "".join(f" {name} {value}" for name, value in zip(usual, values, strict=True) if value is not None and value != usual[name])
+        "".join(f" {name} {value}" for name, value in zip(usual, values, strict=True) if pd.notna(value) and value != usual[name])
         for values in shown[list(usual)].itertuples(index=False)
     ]
-    named = [t + e for t, e in zip(tests, extra, strict=True)]
+    named = [t + e for t, e in zip(names, extra, strict=True)]
     keyed = rows.assign(device=rows["gpu_info"], what=rows["model_type"], test=named, unit="t/s")
     return list(_points(keyed, lambda group: pooled(group, skip_first=False)))
 

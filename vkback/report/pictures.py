@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.paths import new_file_or
-from vkback.report.bench_table import ReportError
+from vkback.report.result_table import ReportError
 
 
 def save(figure: Any, file: Path, dpi: int) -> None:

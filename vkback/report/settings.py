@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 
 import pandas as pd
 
+from vkback.report.bench_table import test_name
+
 MEASURED = frozenset(
     (
         "id",
@@ -35,7 +37,7 @@ MEASURED = frozenset(
 """What was measured, when, and by which build and tables: rows may differ in it and be of one test. Results of two builds or tables
 are taken apart by `of_commit` (vkback/report/compare.py)."""
 
-TEST = frozenset(("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "n_depth"))
+TEST = frozenset(("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "n_depth", "pl", "is_pp_shared"))
 """What makes a test."""
 
 
@@ -45,6 +47,12 @@ def texts(rows: pd.DataFrame, name: str, unknown: str = "None") -> pd.Series[str
         return pd.Series(unknown, rows.index)
     found = rows[name].map(str).where(rows[name].notna(), unknown)
     return found.str.replace(r"^.*[/\\\\]", "", regex=True) if name == "model_filename" else found
+
+
+def test_names(rows: pd.DataFrame) -> list[str]:
+    """What the test of each row is called."""
+    many = rows.reindex(columns=["n_prompt", "n_gen", "n_depth", "pl", "is_pp_shared"]).itertuples(index=False)
+    return [test_name(p, g, d) if pd.isna(pl) else test_name(p, g, d, pl, shared == 1) for p, g, d, pl, shared in many]
 
 
 def unlike(groups: Iterable[pd.DataFrame], known: Collection[str] = ()) -> list[str]:

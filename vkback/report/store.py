@@ -1,7 +1,8 @@
 """Results that last: an SQLite file to which vkbench and vkback test-ops append, for `vkback history` and `vkback compare-bench`.
 
 Tables and fields are those of llama-bench's and test-backend-ops' SQL output, `llama_bench` and `test_backend_ops`, with fields of
-vkback's own and the samples of each result as a JSON list: readers of these programs' databases take the file.
+vkback's own and the samples of each result as a JSON list: readers of these programs' databases take the file. `llama_batched_bench` has
+the fields of llama-batched-bench's JSON likewise.
 
 PRAGMA user_version is the version of the schema. A later vkback adds fields that are missing, which is no new version; what changes the
 meaning of a field, or moves it, is one, with a step in MIGRATIONS.
@@ -22,16 +23,20 @@ import pandas as pd
 
 from vkback.harness import output as op_output
 from vkback.paths import unwritable
-from vkback.report.bench_table import SQL_TABLE as BENCH_TABLE
-from vkback.report.bench_table import BenchResult, ReportError, Writer, field_types
+from vkback.report.batch_rows import bench_rows
+from vkback.report.batch_table import BATCH
+from vkback.report.bench_table import BENCH, BenchResult
+from vkback.report.result_table import R, ReportError, Result, ResultTable, Writer
 
+BENCH_TABLE = BENCH.sql_table
+BATCH_TABLE = BATCH.sql_table
 OPS_TABLE = op_output.SQL_TABLE
 
 APPLICATION_ID = 0x766B6273
 """PRAGMA application_id of a store: "vkbs" in ASCII."""
 
-SAMPLES = {BENCH_TABLE: "samples_ns", OPS_TABLE: "samples_us"}
-"""The field of each table that holds the times of the repetitions, as a JSON list."""
+SAMPLES = {BENCH_TABLE: ("samples_ns",), BATCH_TABLE: ("samples_t_pp", "samples_t_tg"), OPS_TABLE: ("samples_us",)}
+"""The fields of each table that hold the times of the repetitions, as JSON lists."""
 
 WAIT_S = 30.0
 """How long to wait for another process that is appending."""
@@ -39,7 +44,7 @@ WAIT_S = 30.0
 
 def _first(db: sqlite3.Connection) -> None:
     """Version 1: both tables; their fields come with `_complete`."""
-    for table in SAMPLES:
+    for table in (BENCH_TABLE, OPS_TABLE):
         db.execute(f"CREATE TABLE {table} (id INTEGER PRIMARY KEY)")
 
 
@@ -95,15 +100,30 @@ class Store:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._db.close()
 
+    def add(self, table: str, result: Result) -> None:
+        """table: of SAMPLES."""
+        samples = result.samples()
+        self._insert(table, {**result.row(), **{name: json.dumps(samples[name]) for name in SAMPLES[table]}})
+
     def add_bench(self, result: BenchResult) -> None:
-        self._insert(BENCH_TABLE, {**result.row(), "samples_ns": json.dumps(list(result.samples_ns))})
+        self.add(BENCH_TABLE, result)
 
     def add_op(self, record: Mapping[str, Any], samples_us: Sequence[float]) -> None:
         """record: `vkback.harness.output.fields_of` a timed case."""
         self._insert(OPS_TABLE, {**record, "samples_us": json.dumps(list(samples_us))})
 
     def bench(self) -> pd.DataFrame:
-        """All benchmark results in the order of their coming, samples_ts as lists."""
+        """All benchmark results in the order of their coming, then those of many sequences at once as tests; samples_ts as lists."""
+        alone, batches = self._bench(), self._batches()
+        return alone if batches.empty else batches if alone.empty else pd.concat([alone, batches], ignore_index=True)
+
+    def _batches(self) -> pd.DataFrame:
+        rows = self._rows(BATCH_TABLE)
+        for name in SAMPLES[BATCH_TABLE]:
+            rows[name] = [json.loads(text) for text in rows[name]]
+        return bench_rows(rows)
+
+    def _bench(self) -> pd.DataFrame:
         rows = self._rows(BENCH_TABLE)
         rows["exact"] = rows["exact"].fillna(0)  # results from before there was the setting
         tokens = rows["n_prompt"] + rows["n_gen"]
@@ -138,7 +158,9 @@ class Store:
                 raise ReportError(f"{self.path}: a newer vkback wrote it (schema {version}, this one knows {VERSION}); use that one")
             for step in MIGRATIONS[version:]:
                 step(self._db)
-            self._complete(BENCH_TABLE, {**field_types(), "samples_ns": "TEXT"})
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS {BATCH_TABLE} (id INTEGER PRIMARY KEY)")
+            for kind in (BENCH, BATCH):
+                self._complete(kind.sql_table, {**kind.field_types(), **dict.fromkeys(SAMPLES[kind.sql_table], "TEXT")})
             self._complete(OPS_TABLE, {**op_output.SQL_FIELDS, "samples_us": "TEXT"})
             self._db.execute(f"PRAGMA user_version = {VERSION}")
             self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -155,11 +177,11 @@ class Store:
                 self._db.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
 
 
-class StoreWriter(Writer):
+class StoreWriter(Writer[R]):
     """Appends results to a store as they are measured."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, table: ResultTable[R]) -> None:
+        self._store, self._table = store, table.sql_table
 
-    def row(self, result: BenchResult) -> None:
-        self._store.add_bench(result)
+    def row(self, result: R) -> None:
+        self._store.add(self._table, result)
