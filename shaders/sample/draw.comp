@@ -6,14 +6,15 @@
 //   1  scratch  see sample/scale.glsl
 //   2  tickets  counter TICKET (common/ticket.glsl)
 //   3  list     I32 [vocab]: ids of the tokens in bins that may be kept, in any order
-//   LOOP_BIND .. + 2  loop, tokens, pos: see sample/loop.glsl
+//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl
+// Of columns, logits, scratch, tickets and list are those of one column after those of another.
 //
-// All workgroups list tokens: workgroup x reads logits x * WG_SIZE * PER_THREAD .. and reserves one range of the list for all that it keeps.
+// All workgroups list tokens: workgroup (x, y) reads of column y logits x * WG_SIZE * PER_THREAD .. and reserves one range of the list for all that it keeps.
 // The last one to arrive does the rest alone. Each filter is a largest distance from the top logit; three histograms, each of one bin of the
 // one before, find it exactly. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
 // noise(seed, pos, id), which has the probabilities of the softmax (Gumbel-max trick).
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS 1 or nothing, those of common/reduce.glsl
 
 #include "common/reduce.glsl"
 
@@ -22,6 +23,9 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint vocab;
     uint capacity;
+#ifdef COLUMNS
+    uint n_slots, page, max_pages;
+#endif
 } p;
 
 layout(binding = 0) readonly buffer Logits { float logits[]; };
@@ -48,16 +52,16 @@ void list_tokens(uint tid, float top, uint cut) {
         const uint id = from + i * WG_SIZE;
         ranks[i] = ~0u;
         if (id >= p.vocab) continue;
-        const float logit = logits[id];
+        const float logit = logits[IN_COLUMN(id, p.vocab)];
         // In a masked text most logits are -inf. They are never drawn, and would only lengthen the list for the one workgroup that reads it.
         const bool eligible = floatBitsToUint(logit) != 0xff800000u && bin_of(distance_of(logit, top), 0) <= cut;
         if (eligible) ranks[i] = atomicAdd(group_count, 1);
     }
     barrier();
-    if (tid == 0) group_begin = group_count > 0 ? atomicAdd(scratch[SCRATCH_LISTED], group_count) : 0;
+    if (tid == 0) group_begin = group_count > 0 ? atomicAdd(scratch[IN_SCRATCH(SCRATCH_LISTED)], group_count) : 0;
     barrier();
     for (uint i = 0; i < PER_THREAD; i++)
-        if (ranks[i] != ~0u) list[group_begin + ranks[i]] = from + i * WG_SIZE;
+        if (ranks[i] != ~0u) list[IN_COLUMN(group_begin + ranks[i], p.vocab)] = from + i * WG_SIZE;
 }
 
 // The largest distance to keep: the smallest one for which the listed tokens within it (and within `limit`) number at least `target` or, with
@@ -68,7 +72,7 @@ uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass,
         for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = deficits[i] = 0;
         barrier();
         for (uint i = tid; i < listed; i += WG_SIZE) {
-            const uint dist = distance_of(logits[list[i]], top);
+            const uint dist = distance_of(logits[IN_COLUMN(list[IN_COLUMN(i, p.vocab)], p.vocab)], top);
             if (dist <= limit && dist >> (27 - 9 * level) == prefix) {
                 atomicAdd(counts[bin_of(dist, level)], 1);
                 if (by_mass) atomicAdd(deficits[bin_of(dist, level)], deficit_of(dist, level));
@@ -87,28 +91,32 @@ uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass,
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
+#ifdef COLUMNS
+    if (scratch[IN_SCRATCH(SCRATCH_STATE)] != 0) return;
+#else
     if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;
-    const float top = uintBitsToFloat(scratch[SCRATCH_TOP]);
-    list_tokens(tid, top, scratch[SCRATCH_CUT]);
-    if (!last_to_arrive(TICKET, gl_NumWorkGroups.x)) return;
+#endif
+    const float top = uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TOP)]);
+    list_tokens(tid, top, scratch[IN_SCRATCH(SCRATCH_CUT)]);
+    if (!last_to_arrive(IN_COLUMN(TICKET, 2u), gl_NumWorkGroups.x)) return;
 
-    const uint listed = scratch[SCRATCH_LISTED];
-    const float temp = intBitsToFloat(loop_words[LOOP_TEMP]);
-    const int top_k = loop_words[LOOP_TOP_K];
-    const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
+    const uint listed = scratch[IN_SCRATCH(SCRATCH_LISTED)];
+    const float temp = intBitsToFloat(loop_words[IN_LOOP(LOOP_TEMP)]);
+    const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
+    const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
     uint limit = DISTANCE_END - 1;
     if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, false, 0.0, float(top_k));
     if (top_p < 1.0) {
         const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
-        limit = min(limit, select_distance(tid, listed, top, limit, true, share, uintBitsToFloat(scratch[SCRATCH_TARGET])));
+        limit = min(limit, select_distance(tid, listed, top, limit, true, share, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)])));
     }
     if (min_p > 0.0) limit = min(limit, distance_limit(min_p));
 
-    const uint seed = uint(loop_words[LOOP_SEED]), at = uint(pos[0]);
+    const uint seed = uint(loop_words[IN_LOOP(LOOP_SEED)]), at = uint(pos[COLUMN]);
     uvec2 best = NO_CANDIDATE;
     for (uint i = tid; i < listed; i += WG_SIZE) {
-        const uint id = list[i];
-        const float logit = logits[id];
+        const uint id = list[IN_COLUMN(i, p.vocab)];
+        const float logit = logits[IN_COLUMN(id, p.vocab)];
         if (distance_of(logit, top) <= limit) best = max_candidate(best, candidate((logit - top) / temp + noise(seed, at, id), id));
     }
     best = wg_max_candidate(best);

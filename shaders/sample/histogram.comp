@@ -5,17 +5,21 @@
 //   0  logits   F32 [vocab]
 //   1  scratch  see sample/scale.glsl: workgroups add to the bins of level 0; the last one to arrive writes the last bin that can be kept
 //   2  tickets  counter TICKET (common/ticket.glsl)
-//   LOOP_BIND .. + 2  loop, tokens, pos: see sample/loop.glsl (only the sampler's parameters are read)
+//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl (only the sampler's parameters are read)
+// Of columns, logits, scratch and tickets are those of one column after those of another.
 //
-// Workgroup x counts logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
+// Workgroup (x, y) counts of column y logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS 1 or nothing, those of common/reduce.glsl
 
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
     uint vocab;
     uint capacity;
+#ifdef COLUMNS
+    uint n_slots, page, max_pages;
+#endif
 } p;
 
 layout(binding = 0) readonly buffer Logits { float logits[]; };
@@ -31,14 +35,18 @@ shared uint counts[BINS], deficits[BINS];
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
+#ifdef COLUMNS
+    if (scratch[IN_SCRATCH(SCRATCH_STATE)] != 0) return;
+#else
     if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;
-    const float top = uintBitsToFloat(scratch[SCRATCH_TOP]);
+#endif
+    const float top = uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TOP)]);
     for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = deficits[i] = 0;
     barrier();
     for (uint i = 0; i < PER_THREAD; i++) {
         const uint id = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + i * WG_SIZE + tid;
         if (id < p.vocab) {
-            const uint dist = distance_of(logits[id], top);
+            const uint dist = distance_of(logits[IN_COLUMN(id, p.vocab)], top);
             atomicAdd(counts[bin_of(dist, 0)], 1);
             atomicAdd(deficits[bin_of(dist, 0)], deficit_of(dist, 0));
         }
@@ -46,23 +54,23 @@ void main() {
     barrier();
     for (uint i = tid; i < BINS; i += WG_SIZE) {
         if (counts[i] > 0) {
-            atomicAdd(scratch[SCRATCH_COUNTS + i], counts[i]);
-            atomicAdd(scratch[SCRATCH_DEFICITS + i], deficits[i]);
+            atomicAdd(scratch[IN_SCRATCH(SCRATCH_COUNTS + i)], counts[i]);
+            atomicAdd(scratch[IN_SCRATCH(SCRATCH_DEFICITS + i)], deficits[i]);
         }
     }
-    if (!last_to_arrive(TICKET, gl_NumWorkGroups.x)) return;
+    if (!last_to_arrive(IN_COLUMN(TICKET, 2u), gl_NumWorkGroups.x)) return;
 
-    const int top_k = loop_words[LOOP_TOP_K];
-    const float top_p = intBitsToFloat(loop_words[LOOP_TOP_P]), min_p = intBitsToFloat(loop_words[LOOP_MIN_P]);
+    const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
+    const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
     uint cut = BINS - 1;
     float target = 0.0;
     if (top_k > 0) {
-        for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(scratch[SCRATCH_COUNTS + i]);
+        for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(scratch[IN_SCRATCH(SCRATCH_COUNTS + i)]);
         barrier();
         cut = search(tid, 0.0, float(top_k)).bin;
     } else if (top_p < 1.0) {
         for (uint i = tid; i < BINS; i += WG_SIZE)
-            search_value[i] = bin_mass(scratch[SCRATCH_COUNTS + i], scratch[SCRATCH_DEFICITS + i], i << 18, 0);
+            search_value[i] = bin_mass(scratch[IN_SCRATCH(SCRATCH_COUNTS + i)], scratch[IN_SCRATCH(SCRATCH_DEFICITS + i)], i << 18, 0);
         barrier();
         const Found found = search(tid, max(top_p, MIN_SHARE), 0.0);
         cut = found.bin;
@@ -71,7 +79,7 @@ void main() {
     // Top-p after top-k needs the sum of all that top-k keeps, so min-p must not shorten the list then.
     if (min_p > 0.0 && !(top_k > 0 && top_p < 1.0)) cut = min(cut, bin_of(distance_limit(min_p), 0));
     if (tid == 0) {
-        scratch[SCRATCH_CUT] = cut;
-        scratch[SCRATCH_TARGET] = floatBitsToUint(target);
+        scratch[IN_SCRATCH(SCRATCH_CUT)] = cut;
+        scratch[IN_SCRATCH(SCRATCH_TARGET)] = floatBitsToUint(target);
     }
 }

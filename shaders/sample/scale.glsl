@@ -6,7 +6,7 @@
 // matter: it adds up what each token loses against the start of its bin, 1 - exp(-offset), in units of DEFICIT_STEP[level].
 // Up to 2^18 tokens fit in 32 bits.
 //
-// Words of `scratch`: 0 state (0: go on, 1: the token has been made), 1 largest logit (F32), 2 last bin of level 0 to list, 3 tokens listed,
+// Words of `scratch`, of each column: 0 state (0: go on, 1: the token has been made), 1 largest logit (F32), 2 last bin of level 0 to list, 3 tokens listed,
 // 4 the sum that top-p keeps if top-k is off (F32), 5.. counts of the level 0 bins, then their losses.
 
 const uint BINS = 512u, LEVELS = 3u, DISTANCE_END = 1u << 27;
@@ -14,6 +14,7 @@ const float STEPS_PER_UNIT = 1048576.0;
 const float DEFICIT_STEP[LEVELS] = float[](1.0 / 65536.0, 1.0 / 16777216.0, 0.0);
 const uint SCRATCH_STATE = 0u, SCRATCH_TOP = 1u, SCRATCH_CUT = 2u, SCRATCH_LISTED = 3u, SCRATCH_TARGET = 4u;
 const uint SCRATCH_COUNTS = 5u, SCRATCH_DEFICITS = SCRATCH_COUNTS + BINS;
+#define IN_SCRATCH(word) IN_COLUMN(word, SCRATCH_DEFICITS + BINS)
 
 // top-p 0 means: keep only the smallest distance.
 const float MIN_SHARE = 1e-9;

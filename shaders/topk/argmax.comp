@@ -1,7 +1,7 @@
 #version 450
 // ARGMAX of rows of logits: the index of the largest, of equals the lowest index; -1 if a logit is NaN. What happens with it:
 //   MODE 0  it is stored (ARGMAX)
-//   MODE 1  it is the next token, and the generation loop advances (SAMPLE, greedy)
+//   MODE 1  it is the next token, and the generation loop advances (SAMPLE, greedy); with COLUMNS the row is a column with a loop of its own
 //   MODE 2  the largest logit becomes the reference of SAMPLE's distances; at temperature 0 the token is made right here
 //
 // Bindings:
@@ -9,13 +9,13 @@
 //   1  partial  scratch: uvec2 (key, index) per row and workgroup
 //   2  tickets  one counter per row (common/ticket.glsl)
 //   3  ids      MODE 0: I32 [n]
-//   LOOP_BIND .. + 2  loop, tokens, pos: MODE 1 and 2 (sample/loop.glsl)
-//   LOOP_BIND + 3     scratch: MODE 2 (sample/scale.glsl)
+//   LOOP_BIND ..  loop, tokens, pos, of columns more: MODE 1 and 2 (sample/loop.glsl)
+//   LOOP_BIND + 3, of columns + 7  scratch: MODE 2 (sample/scale.glsl)
 //
 // Workgroup (x, y) takes logits x * WG_SIZE * PER_THREAD .. of row y; neighbouring threads read neighbouring logits. The last workgroup of a
 // row to arrive takes the largest of the partial results.
 //
-// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, those of common/reduce.glsl
+// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, COLUMNS 1 or nothing, those of common/reduce.glsl
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
@@ -25,6 +25,9 @@ layout(local_size_x = WG_SIZE) in;
 layout(push_constant) uniform Push {
     uint vocab;
     uint capacity;      // ids that the loop's ring buffer holds
+#ifdef COLUMNS
+    uint n_slots, page, max_pages;
+#endif
 } p;
 
 layout(binding = 0) readonly buffer Logits { float logits[]; };
@@ -37,7 +40,12 @@ layout(binding = 3) writeonly buffer Ids { int ids[]; };
 #endif
 #if MODE == 2
 #include "sample/scale.glsl"
-layout(binding = LOOP_BIND + 3) writeonly buffer Scratch { uint scratch[]; };
+#ifdef COLUMNS
+#define SCRATCH_BIND LOOP_BIND + 7
+#else
+#define SCRATCH_BIND LOOP_BIND + 3
+#endif
+layout(binding = SCRATCH_BIND) writeonly buffer Scratch { uint scratch[]; };
 #endif
 
 #include "common/ticket.glsl"
@@ -47,10 +55,21 @@ void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint row = gl_WorkGroupID.y;
     const uint groups = gl_NumWorkGroups.x;
+#ifdef COLUMNS
+    const uint fate = column_fate();
+    if (fate != DRAWS) {
+#if MODE == 2
+        if (gl_WorkGroupID.x == 0 && tid == 0) scratch[IN_SCRATCH(SCRATCH_STATE)] = 1;
+#endif
+        // Every workgroup of the column has seen what becomes of it before the last one changes that.
+        if (fate == ENDS && (groups == 1 || last_to_arrive(row, groups)) && tid == 0) column_end();
+        return;
+    }
+#endif
     const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
     float mine[PER_THREAD];
     [[unroll]] for (uint i = 0; i < PER_THREAD; i++) mine[i] = logits[row * p.vocab + min(from + i * WG_SIZE, p.vocab - 1)];
-#if MODE > 0
+#if MODE > 0 && !defined(COLUMNS)
     if (loop_stopped()) return;
 #endif
     uvec2 best = NO_CANDIDATE;
@@ -72,13 +91,13 @@ void main() {
 #elif MODE == 1
     if (tid == 0) loop_advance(id);
 #else
-    const float top = id < 0 ? 0.0 : logits[id];
-    const bool done = id < 0 || isinf(top) || intBitsToFloat(loop_words[LOOP_TEMP]) <= 0.0;
-    for (uint i = tid; i < 2 * BINS; i += WG_SIZE) scratch[SCRATCH_COUNTS + i] = 0;
+    const float top = id < 0 ? 0.0 : logits[IN_COLUMN(id, p.vocab)];
+    const bool done = id < 0 || isinf(top) || intBitsToFloat(loop_words[IN_LOOP(LOOP_TEMP)]) <= 0.0;
+    for (uint i = tid; i < 2 * BINS; i += WG_SIZE) scratch[IN_SCRATCH(SCRATCH_COUNTS + i)] = 0;
     if (tid == 0) {
-        scratch[SCRATCH_STATE] = done ? 1 : 0;
-        scratch[SCRATCH_TOP] = floatBitsToUint(top);
-        scratch[SCRATCH_LISTED] = 0;
+        scratch[IN_SCRATCH(SCRATCH_STATE)] = done ? 1 : 0;
+        scratch[IN_SCRATCH(SCRATCH_TOP)] = floatBitsToUint(top);
+        scratch[IN_SCRATCH(SCRATCH_LISTED)] = 0;
         if (done) loop_advance(id);
     }
 #endif

@@ -96,7 +96,7 @@ class Share:
 
 def shares(d: Dispatch, sizes: Mapping[str, int]) -> tuple[list[Share], list[str]]:
     """Modules that a kernel counts for, with parts that sum to 1, and tensors that are fused into them. sizes: of the file's tensors."""
-    if d.op == "SAMPLE" or d.label in ("loop", "tokens"):
+    if d.op in ("SAMPLE", "SAMPLE_COLUMNS") or d.label in ("loop", "tokens"):
         return [Share(("sample",), 1.0)], []
     matrices: list[str] = []
     vectors: list[str] = []

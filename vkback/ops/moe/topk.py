@@ -55,8 +55,11 @@ MIN_WEIGHT_SUM = 2.0**-14
 """Sums of expert weights are clamped to this, the smallest normal F16, before they divide."""
 
 
-def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, capacity: int) -> Dispatch:
-    """The one dispatch of ARGMAX, and the first of SAMPLE. results: bound after the scratch; extra: further defines."""
+def argmax_dispatch(
+    node: Node, ctx: LowerContext, logits: Tensor, results: Sequence[Arg], extra: Defines, loop: Sequence[int] = (0,)
+) -> Dispatch:
+    """The one dispatch of ARGMAX, and the first of SAMPLE. results: bound after the scratch; extra: further defines; loop: push constants
+    of shaders/sample/loop.glsl."""
     n, vocab = logits.shape
     choice = ctx.tuning.pick("argmax", vocab=vocab, n=n)
     wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
@@ -72,7 +75,7 @@ def argmax_dispatch(node: Node, ctx: LowerContext, logits: Tensor, results: Sequ
             Arg(Tensor(f"{name}.tickets", "I32", (n,), "counter"), "rw"),
             *results,
         ),
-        push=pack_push(vocab, capacity),
+        push=pack_push(vocab, *loop),
         groups=(groups, n, 1),
         op=node.op,
         label=name,
@@ -94,7 +97,7 @@ class Argmax(Op):
         return [np.where(np.isnan(inputs[0]).any(axis=-1), -1, np.argmax(inputs[0], axis=-1)).astype(np.int32)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"MODE": 0}, 0)]
+        return [argmax_dispatch(node, ctx, node.inputs[0], [Arg(node.outputs[0], "w")], {"MODE": 0})]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(0.0, 0.0, "an index is right or wrong")

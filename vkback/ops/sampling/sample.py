@@ -146,6 +146,62 @@ def pick(logits: Array, params: Params, pos: int) -> Pick:
     return Pick(int(kept[best[0]]), sure)
 
 
+def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, capacity: int) -> None:
+    """One step of a running loop, in place: the token into its ring, tokens and pos, and its status. NaN changes the status alone."""
+    sampler = Params.read(loop)
+    token = pick(logits, sampler, int(pos[column])).token
+    if token < 0:
+        loop[1] = STATUS_NAN
+        return
+    tokens[column] = token
+    pos[column] += 1
+    loop[LOOP_RING + loop[0] % capacity] = token
+    loop[0] += 1
+    if token in sampler.eos:
+        loop[1] = STATUS_EOS
+
+
+def pick_dispatches(
+    node: Node, ctx: LowerContext, logits: Tensor, state: Sequence[Arg], loop: Sequence[int], greedy: bool, columns: bool = False
+) -> list[Dispatch]:
+    """The dispatches of SAMPLE; columns: of SAMPLE_COLUMNS, for each row of logits.
+
+    state, loop  bindings and push constants of shaders/sample/loop.glsl
+    """
+    n, vocab = logits.shape
+    extra: Defines = {"COLUMNS": 1} if columns else {}
+    if greedy:
+        return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3, **extra}, loop)]
+    if vocab > MAX_VOCAB:
+        raise PlanError(f"[sample] {logits}: {vocab} tokens, sampling takes at most {MAX_VOCAB}; use temperature 0")
+    each = (n,) if columns else ()
+    scratch = Arg(Tensor(f"{node.name}.scratch", "I32", (*each, SCRATCH_WORDS + 2 * BINS)), "rw")
+    tickets = Arg(Tensor(f"{node.name}.sample_tickets", "I32", (*each, 2), "counter"), "rw")
+    listed = Arg(Tensor(f"{node.name}.list", "I32", (*each, vocab)), "rw")
+    choice = ctx.tuning.pick("sample", vocab=vocab)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
+    reduce, subgroup = reduction(ctx.caps, wg)
+
+    def step(source: str, ticket: int, args: tuple[Arg, ...], defines: Defines) -> Dispatch:
+        every: Defines = {**defines, **extra, "WG_SIZE": wg, "PER_THREAD": choice["per_thread"], "TICKET": ticket, "LOOP_BIND": len(args)}
+        return Dispatch(
+            kernel=Variant.of(source, every, subgroup_size=subgroup if defines else None),
+            args=(*args, *state),
+            push=pack_push(vocab, *loop),
+            groups=(ceil_div(vocab, wg * choice["per_thread"]), n, 1),
+            op=node.op,
+            label=node.name,
+            reason=choice.source,
+            nbytes=nbytes(logits),
+        )
+
+    return [
+        argmax_dispatch(node, ctx, logits, [*state, scratch], {"MODE": 2, "LOOP_BIND": 3, **extra}, loop),
+        step("sample/histogram.comp", 0, (Arg(logits), scratch, tickets), {}),
+        step("sample/draw.comp", 1, (Arg(logits), scratch, tickets, listed), reduce),
+    ]
+
+
 TRIES = 200
 """Draws of a case's logits until the choice is sure."""
 
@@ -158,19 +214,8 @@ class Sample(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits, loop, tokens, pos = (np.array(i) for i in inputs)
-        if loop[1] != 0:
-            return [loop, tokens, pos]
-        sampler = Params.read(loop)
-        token = pick(logits[0], sampler, int(pos[0])).token
-        if token < 0:
-            loop[1] = STATUS_NAN
-        else:
-            tokens[0] = token
-            pos[0] += 1
-            loop[LOOP_RING + loop[0] % params["capacity"]] = token
-            loop[0] += 1
-            if token in sampler.eos:
-                loop[1] = STATUS_EOS
+        if loop[1] == STATUS_RUNNING:
+            step_of(loop, logits[0], 0, tokens, pos, params["capacity"])
         return [loop, tokens, pos]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
@@ -181,36 +226,7 @@ class Sample(Op):
         if loop.shape != (LOOP_RING + capacity,):
             raise PlanError(f"[sample] {loop}: expected {LOOP_RING + capacity} words for a ring of {capacity}")
         state = [Arg(loop, "rw"), Arg(tokens, "w"), Arg(pos, "rw")]
-        if node.params.get("greedy", False):
-            return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3}, capacity)]
-        vocab = logits.shape[1]
-        if vocab > MAX_VOCAB:
-            raise PlanError(f"[sample] {logits}: {vocab} tokens, sampling takes at most {MAX_VOCAB}; use temperature 0")
-        scratch = Arg(Tensor(f"{node.name}.scratch", "I32", (SCRATCH_WORDS + 2 * BINS,)), "rw")
-        tickets = Arg(Tensor(f"{node.name}.sample_tickets", "I32", (2,), "counter"), "rw")
-        listed = Arg(Tensor(f"{node.name}.list", "I32", (vocab,)), "rw")
-        choice = ctx.tuning.pick("sample", vocab=vocab)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], vocab)
-        reduce, subgroup = reduction(ctx.caps, wg)
-
-        def step(source: str, ticket: int, args: tuple[Arg, ...], defines: Defines) -> Dispatch:
-            every: Defines = {**defines, "WG_SIZE": wg, "PER_THREAD": choice["per_thread"], "TICKET": ticket, "LOOP_BIND": len(args)}
-            return Dispatch(
-                kernel=Variant.of(source, every, subgroup_size=subgroup if defines else None),
-                args=(*args, *state),
-                push=pack_push(vocab, capacity),
-                groups=(ceil_div(vocab, wg * choice["per_thread"]), 1, 1),
-                op=node.op,
-                label=node.name,
-                reason=choice.source,
-                nbytes=nbytes(logits),
-            )
-
-        return [
-            argmax_dispatch(node, ctx, logits, [*state, scratch], {"MODE": 2, "LOOP_BIND": 3}, capacity),
-            step("sample/histogram.comp", 0, (Arg(logits), scratch, tickets), {}),
-            step("sample/draw.comp", 1, (Arg(logits), scratch, tickets, listed), reduce),
-        ]
+        return pick_dispatches(node, ctx, logits, state, (capacity,), node.params.get("greedy", False))
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
