@@ -24,6 +24,7 @@ from vkback.errors import VkbackError
 from vkback.evaluate.judge import judge
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.linear_node import inputs_by_role
 from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import COLD_BYTES, WARM_S, Bench, Measurement
@@ -59,7 +60,7 @@ class Expected:
 def expected(problem: Problem, gemv: LinearProblem) -> Expected:
     """The reference, block of rows by block; of a GEMV with more than CHECKED_WEIGHTS weights the first, the last and two others."""
     node = problem.node
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    by = inputs_by_role(node)
     values = {role: problem.values[t.name] for role, t in by.items()}
     if by["x"].type == "Q8_1":
         values["x"] = quants.q8_1_dequantize(values["x"].reshape(-1, quants.q8_1_stride(gemv.k)), gemv.k).reshape(by["x"].shape)

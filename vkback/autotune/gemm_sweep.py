@@ -27,6 +27,7 @@ from vkback.evaluate.judge import judge
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.choice import Kernel
+from vkback.ops.matmul.linear_node import inputs_by_role
 from vkback.ops.op import OPS
 from vkback.paths import tuning_root
 from vkback.shader import ShaderLibrary
@@ -72,7 +73,7 @@ def sample(problem: Problem, task: GemmTask) -> Sample:
     columns = np.append(np.minimum(starts + rng.integers(BLOCK, size=len(starts)), outs - 1), outs - 1)
     columns = np.unique(columns if len(columns) <= most else columns[_drawn(rng, len(columns), most)])
     rows = np.sort(np.concatenate([2 * columns, 2 * columns + 1])) if p.glu else columns
-    by = dict(zip(problem.node.params["roles"], problem.node.inputs, strict=True))
+    by = inputs_by_role(problem.node)
     values = {role: problem.values[tensor.name] for role, tensor in by.items()}
     raw = values["w"].reshape(-1, p.m, values["w"].shape[-1])[:, rows]
     decoded = quants.decode(p.quant, raw.reshape(-1, raw.shape[-1])).reshape(raw.shape[0], len(rows), -1)[..., : p.k]

@@ -20,6 +20,7 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
 from vkback.ops.case import Array, Tolerance
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.linear_node import LinearParams, inputs_by_role
 from vkback.ops.moe.router import linear_of, selection_bias
 from vkback.ops.moe.topk import order_of, topk_params
 from vkback.ops.op import OPS
@@ -74,8 +75,8 @@ def items_of(nodes: Sequence[Node], graph: Graph) -> list[Item]:
 
 def _packed(node: Node, number: int, out: Tensor, products: Mapping[str, Node], graph: Graph) -> list[Item]:
     """The products that one LINEAR makes of rows of a packed output."""
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
-    weight, row = by["w"], int(node.params["row0"])
+    by = inputs_by_role(node)
+    weight, row = by["w"], LinearParams.of(node.params).row0
     rest = tuple(t.name for role, t in by.items() if role not in ("w", "bias"))
     found = []
     for source in weight.recipe.sources if weight.recipe else (weight.name,):
@@ -168,7 +169,7 @@ def _logits(node: Node, values: Mapping[str, Array], weights: Weights, ctx: Lowe
         bias = selection_bias(node)
         (logits,) = _of_op(linear_of(node), [_value(t, values, weights) for t in node.inputs], ctx)
         return np.asarray(logits, np.float64), [_value(bias, values, weights)] if bias is not None else []
-    by = dict(zip(node.params["roles"], node.inputs, strict=True)) if node.op == "LINEAR" else {}
+    by = inputs_by_role(node) if node.op == "LINEAR" else {}
     logits_t = by.get("logits", node.inputs[0])
     bias_t = [by["selection_bias"]] if "selection_bias" in by else list(node.inputs[1:]) if not by else []
     return np.asarray(_value(logits_t, values, weights), np.float64), [_value(t, values, weights) for t in bias_t]
@@ -263,7 +264,7 @@ def evaluate(
 
 def _by_ids(node: Node) -> Node:
     """A LINEAR that chooses its experts, as one whose experts are chosen already."""
-    by = {role: t for role, t in zip(node.params["roles"], node.inputs, strict=True) if role not in ("logits", "selection_bias")}
+    by = {role: t for role, t in inputs_by_role(node).items() if role not in ("logits", "selection_bias")}
     by["ids"] = node.outputs[-1]
     return dataclasses.replace(node, inputs=tuple(by.values()), outputs=node.outputs[:1], params={**node.params, "roles": tuple(by)})
 
@@ -283,7 +284,7 @@ def inputs_of(node: Node, values: Mapping[str, Array], weights: Weights) -> list
         elif used is not None and t.kind == "weight" and role == "bias":
             found.append(weights.whole(t).reshape(node.inputs[0].shape[0], -1)[used].ravel())
         elif role == "residual" and "rows_total" in node.params:
-            rows = node.inputs[0].shape[-2] >> bool(node.params.get("glu"))
+            rows = node.inputs[0].shape[-2] >> LinearParams.of(node.params).glu
             found.append(_value(t, values, weights)[..., first : first + rows])
         else:
             found.append(_value(t, values, weights))
@@ -325,7 +326,7 @@ def _store(values: dict[str, Array], node: Node, t: Tensor, value: Array) -> Non
     if "rows_total" not in node.params or t is not node.outputs[0]:
         values[t.name] = value.reshape(t.shape)
         return
-    first, rows = int(node.params["row0"]), value.shape[-1]
+    first, rows = LinearParams.of(node.params).row0, value.shape[-1]
     whole = values[t.name] if t.name in values and values[t.name].shape == t.shape else np.full(t.shape, np.nan)
     whole[..., first : first + rows] = value.reshape(*t.shape[:-1], rows)
     values[t.name] = whole

@@ -26,6 +26,7 @@ from vkback.ops.dispatch import Dispatch, ceil_div
 from vkback.ops.f16_range import F16RangeError, is_overflow_word, rescaled
 from vkback.ops.general import viewed
 from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.linear_node import LinearParams
 from vkback.ops.op import OPS
 from vkback.ops.storage import in_planes, nbytes
 from vkback.plan.schedule import Schedule, aligned, into_stages
@@ -387,8 +388,8 @@ def expected(problem: Problem, ctx: LowerContext) -> list[Expected]:
 
 def rows_of(part: Node) -> tuple[int, int]:
     """(first, end) of the output rows that a LINEAR node fills."""
-    first = int(part.params["row0"])
-    return first, first + (part.inputs[0].shape[-2] >> bool(part.params.get("glu")))
+    params = LinearParams.of(part.params)
+    return params.row0, params.row0 + (part.inputs[0].shape[-2] >> params.glu)
 
 
 def of_rows(part: Node, values: Mapping[str, Array], rows: slice) -> Problem:

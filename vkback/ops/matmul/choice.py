@@ -159,7 +159,7 @@ def _stores(node: LinearNode, shape: GemmShape | None, caps: Capabilities) -> fr
     if shape is None or shape.kernel == "int_dot":
         return frozenset({"Q8_1"})
     found: set[Stores] = set()
-    whole = "rows_total" not in node.node.params
+    whole = node.params.rows_total is None
     gelu_alone = node.gelu and not node.glu  # a dispatch behind the GEMM applies it, to floats
     if shape.kernel == "coop_mat" and whole and node.experts != "summed" and not gelu_alone and packs_glu(shape, node.glu, node.k):
         found.add("f16")
@@ -169,7 +169,7 @@ def _stores(node: LinearNode, shape: GemmShape | None, caps: Capabilities) -> fr
         found.add("units")
     if whole and not node.glu and not node.gelu and gemm_reg.stores_next_norm(node.w, shape, caps):
         found.add("normed units")
-    if not (node.w.shape[0] | int(node.node.params.get("row0", 0))) % 4 and len(shards(node.w, caps)) == 1:
+    if not (node.w.shape[0] | node.params.row0) % 4 and len(shards(node.w, caps)) == 1:
         found.add("heads")
     return frozenset(found)
 

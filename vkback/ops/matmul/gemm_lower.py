@@ -79,8 +79,8 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         before += quantize_dispatch(node.x, x, ctx)
     # What the epilogue cannot do runs behind the GEMM, which then stores to scratch memory.
     target, after = _after_gemm(node, shape, ctx)
-    params = node.node.params
-    clamped = node.glu and "limit" in params
+    params = node.params
+    clamped = node.glu and params.clamp
     problem = Gemm(
         node.w,
         x,
@@ -91,9 +91,9 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         route=routes,
         x_shared=x_shared,
         glu=("oai" if clamped else "gelu" if node.gelu else "silu") if node.glu else "",
-        alpha=float(params["alpha"]) if clamped else 0.0,
-        limit=float(params["limit"]) if clamped else 0.0,
-        y_row0=int(params.get("row0", 0)),
+        alpha=float(params.clamp["alpha"]) if clamped else 0.0,
+        limit=float(params.clamp["limit"]) if clamped else 0.0,
+        y_row0=params.row0,
         x_scale=ctx.f16_scale(x),
         out_scale=ctx.f16_scale(node.units[0] if node.units else target),
         label=name,
@@ -102,7 +102,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         y_squares=node.units[1] if node.units else None,
         units_norm=node.units_norm,
         squares=node.squares,
-        eps=float(params["squares_eps"]) if node.squares is not None else 0.0,
+        eps=float(params.squares_eps),
         heads=heads,
         pairs=_in_pairs(node.w, ctx),
     )

@@ -303,7 +303,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
     copies = (choice["x_in_shared"] or sync == "sentinel") and node.x.type == "Q8_1" and path == "int" and columns == 1
     copies |= sync == "sentinel" and node.x.type == "F32" and path == "float" and columns == 1 and not norm and node.k % 32 == 0
     pairs = in_pairs(node.w.type, node.k, ctx.tuning)
-    params = node.node.params
+    params = node.params
     config = GemvConfig(
         quant=node.w.type,
         path=path,
@@ -315,7 +315,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
         experts=node.experts,
         n_used=node.n_used,
         glu=node.glu,
-        glu_clamp=(params["alpha"], params["limit"]) if node.glu and "limit" in params else None,
+        glu_clamp=(params.clamp["alpha"], params.clamp["limit"]) if node.glu and params.clamp else None,
         wg=max(wg, 8) if norm else wg,
         lanes=lanes,
         rows=rows,
@@ -330,7 +330,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
         reduce_subgroup=subgroup >= 8 and "arithmetic" in ctx.caps.subgroup_ops,
         source=choice.source,
         expert_choice=expert_choice(node.node, node.extra["logits"], ctx, bias=node.extra.get("selection_bias")) if node.chosen else None,
-        choice_scale=float(params["scale"]) if node.chosen else 1.0,
+        choice_scale=float(params.choice["scale"]) if node.chosen else 1.0,
         gelu=node.gelu,
         stores_sum=node.summed is not None,
         scales=_scales(choice, node.w.type, path),

@@ -23,7 +23,7 @@ from vkback.ops.matmul import case_sets, linear_cases, low_rank
 from vkback.ops.matmul.choice import F16_TOLERANCE, F16_WEIGHTS, ProductChoice, choice_of, choose
 from vkback.ops.matmul.gemm_lower import lower_node
 from vkback.ops.matmul.gemv import PER_TILE, GemvConfig, choice_problem, configure, prologue_problem, shader_defines
-from vkback.ops.matmul.linear_node import LinearNode, bindings, glu_op
+from vkback.ops.matmul.linear_node import LinearNode, LinearParams, bindings
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import quantize_dispatch, rounded_rows, rounded_tolerance
 from vkback.ops.storage import Shard, nbytes, shards, weight_push
@@ -57,7 +57,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
     if config.groups and not config.loop_tiles:
         too_many = Adjustment("groups", config.groups, PER_TILE, "there are no more tiles than that")
         config = dataclasses.replace(config, adjustments=(*config.adjustments, too_many))
-    y_row0 = int(node.node.params.get("row0", 0)) + (0 if routed else shard.row0 >> node.glu)
+    y_row0 = node.params.row0 + (0 if routed else shard.row0 >> node.glu)
     q8_in, q8_out = node.x.type == "Q8_1", node.y.type == "Q8_1"
     x_width = node.x.shape[-1] if node.experts == "heads" else node.k
     push = pack_push(
@@ -71,7 +71,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
         0 if routed else shard.row0,
         ceil_div(node.rows_total, 32),
         node.x.shape[1] if routed and len(node.x.shape) == 3 else 1,
-        float(node.node.params.get("eps", 0.0)),
+        float(node.params.eps),
     )
     whole = node.rows_total == (node.m >> node.glu) * (node.n_used if node.experts == "heads" else 1) and len(pieces) == 1
     weight_bytes = shard.layout.nbytes
@@ -127,17 +127,18 @@ class Linear(Op):
     weight_type = "type_a"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        by = self._by_role(inputs, params)
+        p = LinearParams.of(params)
+        by = self._by_role(inputs, p)
         x = by["x"]
         summed: list[Array] = []
         if "post_norm" in by:
-            x = x / self._rms(x, params) * by["post_norm"] + by["post_residual"]
-            summed = [x] if params.get("sum") else []
+            x = x / self._rms(x, p) * by["post_norm"] + by["post_residual"]
+            summed = [x] if p.sum else []
         if "norm_bias" in by:
-            x = self._layer_norm(x, by, params)
+            x = self._layer_norm(x, by, p)
         elif "norm" in by:
-            x = x / self._rms(x, params) * by["norm"]
-        return self._of_normed(x, by, params) + summed
+            x = x / self._rms(x, p) * by["norm"]
+        return self._of_normed(x, by, p) + summed
 
     def rounded(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> Rounded | None:
         """The integer path rounds an F32 x: with an RMS norm after it is multiplied by the weight and before it is divided by the rms,
@@ -145,18 +146,19 @@ class Linear(Op):
         gemv = LinearNode.of(node)
         if choice_of(gemv, ctx).rounds != "Q8_1" or gemv.x.type != "F32":
             return None
-        by = self._by_role(inputs, node.params)
+        p = gemv.params
+        by = self._by_role(inputs, p)
         x, summed = by["x"], []
         if "post_norm" in by:
-            x = x / self._rms(x, node.params) * by["post_norm"] + by["post_residual"]
-            summed = [x] if gemv.summed is not None else []
+            x = x / self._rms(x, p) * by["post_norm"] + by["post_residual"]
+            summed = [x] if p.sum else []
         if "norm_bias" in by:
-            x = rounded_rows(self._layer_norm(x, by, node.params))
+            x = rounded_rows(self._layer_norm(x, by, p))
         elif "norm" in by:
-            x = rounded_rows(x.astype(np.float32) * by["norm"].astype(np.float32)) / self._rms(x, node.params)
+            x = rounded_rows(x.astype(np.float32) * by["norm"].astype(np.float32)) / self._rms(x, p)
         else:
             x = rounded_rows(x)
-        return Rounded(self._of_normed(x, by, node.params) + summed, rounded_tolerance(gemv.k, gemv.glu or gemv.gelu))
+        return Rounded(self._of_normed(x, by, p) + summed, rounded_tolerance(gemv.k, p.activates))
 
     def as_f16(self, inputs: Sequence[Array], node: Node, ctx: LowerContext) -> list[Array] | None:
         """x as F16, and weights that were decoded in it, with roundings that differ from type to type: as noise."""
@@ -170,26 +172,26 @@ class Linear(Op):
         return [y + f16_weight_noise(made, node.name), *more]
 
     @staticmethod
-    def _by_role(inputs: Sequence[Array], params: Mapping[str, Any]) -> dict[str, Array]:
-        return dict(zip(params["roles"], (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
+    def _by_role(inputs: Sequence[Array], params: LinearParams) -> dict[str, Array]:
+        return dict(zip(params.roles, (np.asarray(i, np.float64) if i.dtype.kind == "f" else i for i in inputs), strict=True))
 
     @staticmethod
-    def _rms(x: Array, params: Mapping[str, Any]) -> Array:
-        return np.asarray(np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params["eps"]))
+    def _rms(x: Array, params: LinearParams) -> Array:
+        return np.asarray(np.sqrt(np.mean(np.square(x), -1, keepdims=True) + params.eps))
 
     @staticmethod
-    def _layer_norm(x: Array, by: Mapping[str, Array], params: Mapping[str, Any]) -> Array:
-        (normed,) = OPS["NORM_MUL_ADD"].reference([x, by["norm"], by["norm_bias"]], params)
+    def _layer_norm(x: Array, by: Mapping[str, Array], params: LinearParams) -> Array:
+        (normed,) = OPS["NORM_MUL_ADD"].reference([x, by["norm"], by["norm_bias"]], {"eps": params.eps})
         return normed
 
     @staticmethod
-    def _of_normed(x: Array, by: dict[str, Array], params: Mapping[str, Any]) -> list[Array]:
+    def _of_normed(x: Array, by: dict[str, Array], params: LinearParams) -> list[Array]:
         """The outputs from an x that is normed already, where there is a norm."""
         w = by["w"]
         chosen: list[Array] = []
         if "logits" in by:
             bias = [by["selection_bias"]] if "selection_bias" in by else []
-            chosen = OPS["TOPK_MOE"].reference([by["logits"], *bias], params)
+            chosen = OPS["TOPK_MOE"].reference([by["logits"], *bias], params.choice)
             by["ids"] = chosen[1]
         if "ids" in by:
             ids = by["ids"]
@@ -199,10 +201,10 @@ class Linear(Op):
             y = x @ w.T
         if "bias" in by:
             y = y + (by["bias"].reshape(len(w), -1)[by["ids"]] if "ids" in by else by["bias"])
-        if params.get("glu"):
-            (y,) = OPS[glu_op(params)].reference([y[..., 0::2], y[..., 1::2]], params)
-        elif params.get("gelu"):
-            (y,) = OPS["GELU"].reference([y], params)
+        if params.glu:
+            (y,) = OPS[params.glu_op].reference([y[..., 0::2], y[..., 1::2]], params.clamp)
+        elif params.gelu:
+            (y,) = OPS["GELU"].reference([y], {})
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "residual" in by:
@@ -253,7 +255,7 @@ class Linear(Op):
         if rounds == "F16" and gemv.y.type == "F32":
             return F16_TOLERANCE
         q8_in = rounds == "Q8_1" and gemv.x.type == "F32"
-        return linear_tolerance(q8_in, gemv.y.type == "Q8_1", gemv.glu or gemv.gelu)
+        return linear_tolerance(q8_in, gemv.y.type == "Q8_1", gemv.params.activates)
 
 
 def _of_low_rank(node: LinearNode, ctx: LowerContext) -> list[Dispatch] | None:

@@ -15,7 +15,7 @@ from vkback.ops.case import Array, Case, Problem, Shape
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.ggml_words import one_of_types, type_word
 from vkback.ops.glu import SWIGLU_OAI
-from vkback.ops.matmul.linear_node import FUSED_ROLES, QUANTS, weight
+from vkback.ops.matmul.linear_node import FUSED_ROLES, QUANTS, LinearParams, inputs_by_role, weight
 
 Change = Callable[[Problem], Problem]
 
@@ -220,7 +220,7 @@ def linear_node(
 def made_up(node: Node, rng: np.random.Generator, *, first_expert: int = 0, ties: bool = False) -> dict[str, Array]:
     """Values of a LINEAR: weights of random blocks, all else uniform in -1..1, experts from `first_expert` on drawn without repeats,
     logits normal (whole numbers with `ties`), a Q8_1 x quantized."""
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    by = inputs_by_role(node)
     w, x = by["w"], by["x"]
     values: dict[str, Array] = {w.name: quants.random_blocks(w.type, prod(w.shape[:-1]), w.shape[-1], rng, std=0.5)}
     for t in node.inputs[1:]:
@@ -285,7 +285,7 @@ def fused_case(
 
 def _rows_of(node: Node, row0: int, rows: int) -> Node:
     """The part of a LINEAR node that makes some rows of its output."""
-    glu, total = int(bool(node.params.get("glu"))), node.outputs[0].shape[-1]
+    glu, total = int(LinearParams.of(node.params).glu), node.outputs[0].shape[-1]
 
     def cut(role: str, t: Tensor) -> Tensor:
         return dataclasses.replace(t, name=f"{t.name}.{row0}", shape=(rows << glu, *t.shape[1:])) if role in ("w", "bias") else t
@@ -299,7 +299,7 @@ def split_case(case: Case, split: tuple[int, ...]) -> Case:
 
     def make(rng: np.random.Generator) -> Problem:
         whole = case.make(rng)
-        node, glu = whole.node, int(bool(whole.node.params.get("glu")))
+        node, glu = whole.node, int(LinearParams.of(whole.node.params).glu)
         parts, values, row0 = [], dict(whole.values), 0
         for rows in split:
             part = _rows_of(node, row0, rows)
@@ -324,7 +324,7 @@ def with_sentinels(case: Case) -> Case:
     """A case with a residual, whose outputs would be SENTINEL: x is zero, every third residual that number."""
 
     def change(problem: Problem) -> Problem:
-        by = dict(zip(problem.node.params["roles"], problem.node.inputs, strict=True))
+        by = inputs_by_role(problem.node)
         residual = problem.values[by["residual"].name].copy()
         residual[..., ::3] = SENTINEL_VALUE
         values = {**problem.values, by["x"].name: np.zeros_like(problem.values[by["x"].name]), by["residual"].name: residual}

@@ -6,24 +6,23 @@ import dataclasses
 from math import prod
 
 from vkback.graph import Node, Tensor
-from vkback.ops.matmul.linear_node import glu_op
+from vkback.ops.matmul.linear_node import LinearParams, inputs_by_role
 from vkback.ops.moe.topk import choice_of
 
 
 def unfused(node: Node) -> list[Node]:
     """Norm, matrix product, bias, GLU, sum over experts, residual, quantization: each a node. Empty for a node without fusion, and for one
     that makes a part of a wider output."""
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    params, by = LinearParams.of(node.params), inputs_by_role(node)
     w, x, out = by["w"], by["x"], node.outputs[0]
-    activated = node.params.get("glu") or node.params.get("gelu")
-    plain = len(node.params["roles"]) == 2 and not activated and out.type == "F32"
-    if plain or node.params.get("rows_total"):
+    plain = len(params.roles) == 2 and not params.activates and out.type == "F32"
+    if plain or params.rows_total is not None:
         return []
     chain: list[Node] = []
 
-    def emit(op: str, name: str, shape: tuple[int, ...], *inputs: Tensor, **params: object) -> Tensor:
+    def emit(op: str, name: str, shape: tuple[int, ...], *inputs: Tensor, **more: object) -> Tensor:
         result = Tensor(f"{out.name}.{name}", "F32", shape)
-        chain.append(Node(op, inputs, (result,), params))
+        chain.append(Node(op, inputs, (result,), more))
         return result
 
     n, m = x.shape[0], w.shape[-2]
@@ -33,29 +32,28 @@ def unfused(node: Node) -> list[Node]:
         by["ids"] = node.outputs[2]
     lead = by["ids"].shape if "ids" in by else (n,)
     if "post_norm" in by:
-        normed = emit("RMS_NORM", "post_normed", x.shape, x, eps=node.params["eps"])
+        normed = emit("RMS_NORM", "post_normed", x.shape, x, eps=params.eps)
         weighted = emit("MUL", "post_weighted", x.shape, normed, by["post_norm"])
         x = emit("ADD", "sum", x.shape, weighted, by["post_residual"])
-        if node.params.get("sum"):
+        if params.sum:
             x = node.outputs[1]
             chain[-1] = dataclasses.replace(chain[-1], outputs=(x,))
     if "norm_bias" in by:
-        weighted = emit("MUL", "normed", x.shape, emit("NORM", "norm", x.shape, x, eps=node.params["eps"]), by["norm"])
+        weighted = emit("MUL", "normed", x.shape, emit("NORM", "norm", x.shape, x, eps=params.eps), by["norm"])
         x = emit("ADD", "norm_biased", x.shape, weighted, by["norm_bias"])
     elif "norm" in by:
-        x = emit("MUL", "normed", x.shape, emit("RMS_NORM", "norm", x.shape, x, eps=node.params["eps"]), by["norm"])
+        x = emit("MUL", "normed", x.shape, emit("RMS_NORM", "norm", x.shape, x, eps=params.eps), by["norm"])
     routed = (by["ids"],) if "ids" in by else ()
     y = emit("MUL_MAT_ID" if routed else "MUL_MAT", "mul_mat", (*lead, m), w, x, *routed)
     if "bias" in by:
         y = emit("ADD_ID" if routed else "ADD", "biased", y.shape, y, by["bias"], *routed)
     # Gate and up rows alternate in the weight: separate them first.
-    if node.params.get("glu"):
+    if params.glu:
         pairs = dataclasses.replace(y, shape=(prod(lead), m // 2, 2))
         halves = emit("PERMUTE", "halves", (prod(lead), 2, m // 2), pairs, axes=(0, 2, 1))
         both = dataclasses.replace(halves, shape=(*lead, m))
-        clamp = {name: node.params[name] for name in ("alpha", "limit") if name in node.params}
-        y = emit(glu_op(node.params), "glu", (*lead, m // 2), both, **clamp)
-    elif node.params.get("gelu"):
+        y = emit(params.glu_op, "glu", (*lead, m // 2), both, **params.clamp)
+    elif params.gelu:
         y = emit("GELU", "gelu", y.shape, y)
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])

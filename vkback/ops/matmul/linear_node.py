@@ -20,22 +20,22 @@
     squares         of such a product: what another left of x (with the param squares_eps)
     route           of a GEMM by experts: what a ROUTE node made of its ids (vkback/ops/matmul/pack_nodes.py); an F16 x and an F16 output
                     have their columns in its order
-    params: roles (names in input order), glu (rows of w alternate gate and up: y = silu(gate) * up, or with alpha and limit what
-    SWIGLU_OAI makes of them), gelu (with glu: gelu, its tanh form, in the place of silu; without: y = gelu of the sum with its bias),
-    row0 and rows_total (the output is rows row0.. of a wider tensor, filled by several nodes), n (tokens, where x is F16)
+
+What its params mean is with `LinearParams`, which reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from vkback import quants
 from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.family import declare
-from vkback.ops.lowering import LowerContext
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.moe.topk import TOPK_PARAMS, topk_params
 
 Path = Literal["int", "float"]
 """Integer dot products of 8-bit activations (MMVQ), or floats."""
@@ -50,6 +50,9 @@ INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
 
 FUSED_ROLES = ("norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights", "selection_bias")
 """Optional inputs, in the order of their bindings. A route comes after them."""
+
+ROLES = ("w", "x", *FUSED_ROLES, "route", "units_norm", "squares")
+"""All roles of inputs."""
 
 declare(
     "gemv_path",
@@ -66,9 +69,78 @@ declare(
 
 
 @dataclass(frozen=True)
+class LinearParams:
+    """The params of a LINEAR node.
+
+    roles        names of its inputs, in their order
+    glu          rows of w alternate gate and up: y = silu(gate) * up
+    gelu         with glu: gelu, its tanh form, in the place of silu; without: y = gelu of the sum with its bias
+    alpha, limit  with glu: SWIGLU_OAI's, which it then is
+    eps          of the norms in the prologue
+    sum          what the post-norm and its residual make of x is a further output
+    row0, rows_total  the output is rows row0.. of a tensor of so many, filled by several nodes; None: it is all of its tensor
+    n            tokens, where x is F16; None: rows of x
+    squares_eps  of the norm that the role "squares" is for
+    choice       params of TOPK_MOE, where it chooses its experts
+    """
+
+    roles: tuple[str, ...]
+    glu: bool = False
+    gelu: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+    eps: float = 0.0
+    sum: bool = False
+    row0: int = 0
+    rows_total: int | None = None
+    n: int | None = None
+    squares_eps: float = 0.0
+    choice: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> LinearParams:
+        """Raises PlanError for a param or a role that no LINEAR has, and for one that is missing: unread it would change nothing."""
+        own = {key: value for key, value in params.items() if key not in TOPK_PARAMS}
+        roles = params.get("roles", ())
+        if unknown := [key for key in own if key not in PARAM_NAMES]:
+            raise PlanError(f"[linear] LINEAR has no param {unknown[0]!r}; expected some of {', '.join((*PARAM_NAMES, *TOPK_PARAMS))}")
+        if unknown := [role for role in roles if role not in ROLES]:
+            raise PlanError(f"[linear] no input of LINEAR has the role {unknown[0]!r}; expected some of {', '.join(ROLES)}")
+        needed = {"roles": True, "eps": "norm" in roles, "squares_eps": "squares" in roles, "row0": "rows_total" in own}
+        needed |= {key: "logits" in roles for key in ("n_used", "norm", "gating", "scale")}
+        if missing := [key for key, needs in needed.items() if needs and key not in params]:
+            raise PlanError(f"[linear] LINEAR with inputs {', '.join(roles)} lacks the param {missing[0]!r}")
+        return cls(**own, choice=topk_params(params))
+
+    @property
+    def clamp(self) -> dict[str, float]:
+        """alpha and limit of SWIGLU_OAI, if it is that."""
+        return {} if self.alpha is None or self.limit is None else {"alpha": self.alpha, "limit": self.limit}
+
+    @property
+    def glu_op(self) -> str:
+        """The op that glu makes of gate and up."""
+        return "SWIGLU_OAI" if self.clamp else "GEGLU" if self.gelu else "SWIGLU"
+
+    @property
+    def activates(self) -> bool:
+        """Whether an activation is applied to its sums."""
+        return self.glu or self.gelu
+
+
+PARAM_NAMES = tuple(f.name for f in fields(LinearParams) if f.name != "choice")
+
+
+def inputs_by_role(node: Node) -> dict[str, Tensor]:
+    """Inputs of a LINEAR, or of another node whose params name their roles."""
+    return dict(zip(node.params["roles"], node.inputs, strict=True))
+
+
+@dataclass(frozen=True)
 class LinearNode:
     """A LINEAR node by what its inputs are for.
 
+    params  its own, typed; LINEAR_HEADS has those of a LINEAR of w, x and route
     extra   the optional inputs by role, in binding order
     summed  what it writes of x, normed, and post_residual
     chosen  weights and ids that it writes where it chooses its experts
@@ -77,13 +149,12 @@ class LinearNode:
     """
 
     node: Node
+    params: LinearParams
     w: Tensor
     x: Tensor
     y: Tensor
     extra: Mapping[str, Tensor]
-    glu: bool
     experts: Experts
-    gelu: bool = False
     summed: Tensor | None = None
     chosen: tuple[Tensor, ...] = ()
     route: Tensor | None = None
@@ -95,12 +166,12 @@ class LinearNode:
     def of(cls, node: Node) -> LinearNode:
         if node.op == "LINEAR_HEADS":
             w, x, *route = node.inputs
-            return cls(node, w, x, node.outputs[0], {}, False, "heads", route=route[0] if route else None)
-        by = dict(zip(node.params["roles"], node.inputs, strict=True))
+            params = LinearParams.of({**node.params, "roles": ("w", "x", "route")[: len(node.inputs)]})
+            return cls(node, params, w, x, node.outputs[0], {}, "heads", route=route[0] if route else None)
+        params, by = LinearParams.of(node.params), inputs_by_role(node)
         experts: Experts = "summed" if "expert_weights" in by else "each" if "ids" in by or "logits" in by else "none"
         extra = {role: by[role] for role in FUSED_ROLES if role in by}
-        glu, gelu = bool(node.params.get("glu")), bool(node.params.get("gelu"))
-        summed = node.outputs[1] if node.params.get("sum") else None
+        summed = node.outputs[1] if params.sum else None
         chosen = node.outputs[1:] if "logits" in by else ()
         w, x = by["w"], by["x"]
         if experts == "none" and len(x.shape) > 2:  # heads side by side
@@ -108,13 +179,12 @@ class LinearNode:
         units = node.outputs[1:] if "units_norm" in by else ()
         return cls(
             node,
+            params,
             w,
             x,
             node.outputs[0],
             extra,
-            glu,
             experts,
-            gelu,
             summed,
             chosen,
             by.get("route"),
@@ -128,6 +198,16 @@ class LinearNode:
         return replace(self, x=x)
 
     @property
+    def glu(self) -> bool:
+        """Whether rows of w alternate gate and up."""
+        return self.params.glu
+
+    @property
+    def gelu(self) -> bool:
+        """Whether the activation is gelu."""
+        return self.params.gelu
+
+    @property
     def m(self) -> int:
         """Weight rows of the matrix, or of one expert."""
         return self.w.shape[-2]
@@ -139,7 +219,7 @@ class LinearNode:
     @property
     def n(self) -> int:
         """Tokens."""
-        return int(self.node.params.get("n", self.x.shape[0]))
+        return self.x.shape[0] if self.params.n is None else self.params.n
 
     @property
     def n_used(self) -> int:
@@ -156,16 +236,12 @@ class LinearNode:
     @property
     def rows_total(self) -> int:
         """Rows of the output tensor, which several nodes may fill."""
-        return int(self.node.params.get("rows_total", (self.m >> self.glu) * (self.n_used if self.experts == "heads" else 1)))
+        own = (self.m >> self.glu) * (self.n_used if self.experts == "heads" else 1)
+        return own if self.params.rows_total is None else self.params.rows_total
 
     def path(self, ctx: LowerContext) -> tuple[Path, str]:
         """("int" or "float", why), as `path_for` has it."""
         return path_for(self.w.type, self.m, self.k, self.n, self.experts, ctx)
-
-
-def glu_op(params: Mapping[str, Any]) -> str:
-    """The op that a LINEAR with the param glu makes of gate and up."""
-    return "SWIGLU_OAI" if "limit" in params else "GEGLU" if params.get("gelu") else "SWIGLU"
 
 
 def bindings(node: LinearNode) -> int:

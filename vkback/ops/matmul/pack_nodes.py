@@ -22,6 +22,7 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.gemm_reg import pack_units, packed_units
+from vkback.ops.matmul.linear_node import inputs_by_role
 from vkback.ops.matmul.pack import pack_f16, packed, packed_columns
 from vkback.ops.matmul.route import route, route_heads, route_tensor
 
@@ -62,7 +63,7 @@ def pack_node(
 
 
 def lower_pack(node: Node, ctx: LowerContext) -> list[Dispatch]:
-    by = dict(zip(node.params["roles"], node.inputs, strict=True))
+    by = inputs_by_role(node)
     stored = node.outputs[1] if len(node.outputs) > 1 else None
     shape: GemmShape = node.params["shape"]
     if shape.kernel == "coop_reg":

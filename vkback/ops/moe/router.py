@@ -24,7 +24,7 @@ from vkback.ops.matmul import choice as product_choice
 from vkback.ops.matmul.choice import ProductChoice, choose
 from vkback.ops.matmul.gemv import configure, shared_bytes
 from vkback.ops.matmul.linear import Linear, launch
-from vkback.ops.matmul.linear_node import LinearNode, weight
+from vkback.ops.matmul.linear_node import LinearNode, inputs_by_role, weight
 from vkback.ops.moe.topk import TopkMoe, choice_of, expert_choice
 from vkback.ops.op import Op, register
 from vkback.ops.storage import nbytes, shards
@@ -38,7 +38,7 @@ def linear_of(node: Node) -> Node:
 
 def selection_bias(node: Node) -> Tensor | None:
     """What is added to the values that the experts are ordered by."""
-    return dict(zip(node.params["roles"], node.inputs, strict=True)).get("selection_bias")
+    return inputs_by_role(node).get("selection_bias")
 
 
 def router_problem(product: Node, ctx: LowerContext) -> str:

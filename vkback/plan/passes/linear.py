@@ -12,7 +12,7 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.batched import is_batched
 from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.gemv import prologue_problem
-from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, Path, bindings
+from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, LinearParams, Path, bindings, inputs_by_role
 from vkback.plan.nodes import Index, Nodes, rewrite
 from vkback.plan.passes.choose import as_stored
 
@@ -24,11 +24,6 @@ def as_linear(nodes: Nodes) -> Nodes:
     return [Node("LINEAR", n.inputs, n.outputs, {**n.params, "roles": roles[n.op]}) if t else n for t, n in zip(taken, nodes, strict=True)]
 
 
-def inputs_by_role(gemv: Node) -> dict[str, Tensor]:
-    """Inputs of a LINEAR node."""
-    return dict(zip(gemv.params["roles"], gemv.inputs, strict=True))
-
-
 def _gemv(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any], choice: object = None) -> Node:
     """A LINEAR node with these inputs by role."""
     roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
@@ -37,7 +32,7 @@ def _gemv(by: Mapping[str, Tensor], out: Tensor, params: Mapping[str, Any], choi
 
 def activated(gemv: Node) -> bool:
     """Whether a LINEAR applies an activation to its sums."""
-    return bool(gemv.params.get("glu") or gemv.params.get("gelu"))
+    return LinearParams.of(gemv.params).activates
 
 
 def fuse_bias(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
@@ -67,7 +62,7 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if node.op not in ("SWIGLU", "SWIGLU_OAI", "GEGLU") or len(node.inputs) != 2:
             return None
         gate, up = (index.one_use_producer(t, "LINEAR") for t in node.inputs)
-        if gate is None or up is None or gate is up or gate.params.get("glu") or up.params.get("glu"):
+        if gate is None or up is None or gate is up or activated(gate) or activated(up):
             return None
         by, other = inputs_by_role(gate), inputs_by_role(up)
         if by.keys() != other.keys() or not by.keys() <= {"w", "x", "bias", "ids"}:

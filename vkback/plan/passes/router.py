@@ -7,11 +7,10 @@ from collections.abc import Iterable
 from vkback.graph import Node
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.gemv import choice_problem
-from vkback.ops.matmul.linear_node import FUSED_ROLES
+from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearParams, inputs_by_role
 from vkback.ops.moe.router import router_problem
 from vkback.ops.moe.topk import topk_params
 from vkback.plan.nodes import Index, Nodes, replace, rewrite
-from vkback.plan.passes.linear import inputs_by_role
 
 
 def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
@@ -21,7 +20,8 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         gemv = index.one_use_producer(node.inputs[0], "LINEAR") if node.op == "TOPK_MOE" else None
         if gemv is None or gemv.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
             return None
-        if gemv.params.get("glu") or "rows_total" in gemv.params or router_problem(gemv, ctx):
+        own = LinearParams.of(gemv.params)
+        if own.glu or own.rows_total is not None or router_problem(gemv, ctx):
             return None
         bias = node.inputs[1:]
         roles = (*gemv.params["roles"], *(["selection_bias"] if bias else []))
@@ -46,7 +46,7 @@ def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Node
         if any(r.op != "LINEAR" or produced.isdisjoint(t.name for t in r.inputs) for r in later):
             continue
         by = inputs_by_role(gemv) | dict(zip(("logits", "selection_bias"), choice.inputs, strict=False))
-        if by.pop("ids").name != ids.name or gemv.params.get("sum"):
+        if by.pop("ids").name != ids.name or LinearParams.of(gemv.params).sum:
             continue
         roles = tuple(r for r in ("w", "x", *FUSED_ROLES) if r in by)
         params = {**gemv.params, "roles": roles, **topk_params(choice.params)}
