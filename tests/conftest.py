@@ -17,6 +17,7 @@ from ahead import compile_ahead
 from cli_kit import engine  # noqa: F401  a fixture
 from device_kit import arena, spirv  # noqa: F401  fixtures
 from each_choice import mark_exhaustive
+from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
 from model_files import BUILT_IN, hollow
 
 from vkback.device import Capabilities, Device
@@ -145,13 +146,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Files of tiny models by name, `tiny-gpt2`: those that tests/references compares, in Q8_0."""
+    """Files of tiny models by name, `tiny-gpt2`: those that tests/references compares, in Q8_0; and `tiny-gpt-oss-MXFP4`, of the types that
+    gpt-oss files have."""
     known: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in known:
             known[name] = tmp_path_factory.mktemp("tiny") / f"{name}.gguf"
-            synthesize(f"{name}-Q8_0", known[name])
+            if name == "tiny-gpt-oss-MXFP4":
+                write_gguf(known[name], "gpt-oss", gpt_oss_metadata(), gpt_oss_tensors())
+            else:
+                synthesize(f"{name}-Q8_0", known[name])
         return known[name]
 
     return get
