@@ -48,7 +48,7 @@ BOUNDED = {
     "rows/get_rows_back.comp": {"x": ROW},
     "sample/draw.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
-    "sample/penalties.comp": {"x": VOCAB},
+    "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
     "ssm/scan.comp": {"x": "rows of a head", "y": "heads"},
     "topk/argmax.comp": {"x": VOCAB, "y": "rows of logits"},

@@ -17,6 +17,7 @@ from vkback.ops.case import Array, Case, Problem
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.sampling.columns import KINDS, LOOP_LIMIT, STATUS_LENGTH, STATUS_NO_PAGE, SampleColumns
+from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, Params
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
@@ -80,20 +81,21 @@ def columns_node(n: int, vocab: int, n_slots: int, max_pages: int, *, greedy: bo
 
 
 def run_steps(
-    device: Device, library: ShaderLibrary, ctx: LowerContext, node: Node, values: dict[str, Array], submits: list[int]
+    device: Device, library: ShaderLibrary, ctx: LowerContext, nodes: list[Node], values: dict[str, Array], submits: list[int]
 ) -> dict[str, Array]:
-    """The state after submits of so many steps each, all of the same logits."""
-    stages = into_stages(COLUMNS.lower(node, ctx))
+    """The inputs after submits of so many steps each, all of the same logits."""
+    stages = into_stages([d for node in nodes for d in OPS[node.op].lower(node, ctx)])
+    inputs = {t.name: t for node in nodes for t in node.inputs if t.kind == "input"}
     slots, size = place(stages)
     with device.arena("columns", 1 << 20, "device") as arena:
         ranges: dict[str, BufferRange] = {}
-        for t in node.inputs:
+        for t in inputs.values():
             ranges[t.name] = arena.alloc(nbytes(t), t.name)
             device.upload(ranges[t.name], np.ascontiguousarray(values[t.name]).reshape(-1).view(np.uint8))
         program = Program(device, library, Schedule(stages, slots, size), ranges, {})
         for repeat in submits:
             device.submit(program.record(f"x{repeat}", repeat=repeat)).wait(60)
-        out = {t.name: device.download(ranges[t.name]).view(np.int32).reshape(t.shape) for t in node.outputs}
+        out = {t.name: device.download(ranges[t.name]).view(np.int32).reshape(t.shape) for t in inputs.values()}
         program.close()
     return out
 
@@ -125,17 +127,78 @@ def test_columns_end_one_by_one(greedy: bool, device: Device, library: ShaderLib
         "draws": np.ones(n, np.int32),
         "pages": np.array([[4, 0, 1, 2], [8, 3, 5, 6], [12, 7, -1, -1], [16, 9, 30, 10], [0, 0, 0, 0]], np.int32),
     }
-    got = run_steps(device, library, ctx, node, values, [8])
+    got = run_steps(device, library, ctx, [node], values, [8])
     assert got["loops"][:, :2].tolist() == [[3, STATUS_LENGTH], [1, STATUS_EOS], [6, STATUS_NO_PAGE], [8, 0], [0, 0]]
     assert got["pos"].tolist() == [-1, -1, -1, 9, -1]
     assert got["rows"].tolist() == [-1, -1, -1, 30 * PAGE + 1, -1]
     assert got["tokens"][1] == 41 and got["tokens"][4] == 7
     assert got["loops"][2, LOOP_RING + 5] == got["tokens"][2], "the token that found no page is made all the same"
-    one_by_one = run_steps(device, library, ctx, node, values, [1, 3, 1, 1, 2])
+    one_by_one = run_steps(device, library, ctx, [node], values, [1, 3, 1, 1, 2])
     for name, state in got.items():
         np.testing.assert_array_equal(state, one_by_one[name], name)
     alone = {**values, "pos": np.array([-1, -1, -1, 1, -1], np.int32)}
-    np.testing.assert_array_equal(run_steps(device, library, ctx, node, alone, [8])["loops"][3], got["loops"][3])
+    np.testing.assert_array_equal(run_steps(device, library, ctx, [node], alone, [8])["loops"][3], got["loops"][3])
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(("n", "vocab", "masked"), [(5, 1000, False), (16, 77, True), (3, 32000, True)])
+def test_penalties_of_a_column_are_those_of_one_text(
+    n: int, vocab: int, masked: bool, device: Device, library: ShaderLibrary, ctx: LowerContext
+) -> None:
+    """Bit for bit, logits as well as counts."""
+    problem = OPS["PENALTIES_COLUMNS"].case({"vocab": vocab, "n": n, "masked": masked, "mixed": False}).build()
+    values = problem.values
+    got = run_problem(device, library, problem, ctx)
+    for t, slot in enumerate(values["slots"]):
+        own = {"result_output": values["result_output"][t : t + 1], "tokens": values["tokens"][t : t + 1], "pos": values["pos"][t : t + 1]}
+        own |= {name: values[name][slot] for name in ("bias", "seen", "mask") if name in values} | {"loop": values["loops"][slot]}
+        inputs = {name: Tensor(name, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for name, v in own.items()}
+        names = ("result_output", "bias", "seen", "loop", "tokens", "pos", *(("mask",) if masked else ()))
+        node = Node("PENALTIES", tuple(inputs[name] for name in names), (Tensor("y", "F32", (1, vocab)), inputs["seen"]))
+        alone = run_problem(device, library, Problem(node, own), ctx)
+        np.testing.assert_array_equal(got["y"][t], alone["y"][0])
+        np.testing.assert_array_equal(got["seen"][slot], alone["seen"])
+
+
+@pytest.mark.vulkan
+def test_penalties_go_on_from_step_to_step(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Ten greedy steps of the same logits, sequences in other slots than columns: one may not repeat itself, one not what it said in its
+    last three tokens, one has no penalties."""
+    n, vocab, rows, slots = 3, 60, 24, [2, 0, 3]
+    sample = columns_node(n, vocab, 4, 6, greedy=True)
+    logits, loops, tokens, pos, _, of, draws, _ = sample.inputs
+    bias = Tensor("bias", "F32", (4, vocab), "input")
+    seen = Tensor("seen", "I32", (4, SEEN_COUNTS + vocab + rows), "input")
+    penalized = Tensor("penalized", "F32", (n, vocab))
+    penalties = Node("PENALTIES_COLUMNS", (logits, bias, seen, loops, tokens, pos, of, draws), (penalized, seen))
+    used = [Penalties(1.0, 100.0, 0.0, rows), Penalties(1.0, 100.0, 0.0, 3), Penalties(1.0, 0.0, 0.0, 0)]
+    words = np.zeros((4, SEEN_COUNTS + vocab + rows), np.int32)
+    for slot, each in zip(slots, used, strict=True):
+        words[slot] = each.words([5], vocab, rows)
+    values: dict[str, Array] = {
+        "logits": np.random.default_rng(4).standard_normal((n, vocab)).astype(np.float32),
+        "bias": np.zeros((4, vocab), np.float32),
+        "seen": words,
+        "loops": looped([Params(0.0, 0, 1.0, 0.0, 0, ())] * 4, [7, 0, 0, 0]),
+        "tokens": np.full(n, 9, np.int32),
+        "pos": np.ones(n, np.int32),
+        "rows": np.ones(n, np.int32),
+        "slots": np.array(slots, np.int32),
+        "draws": np.ones(n, np.int32),
+        "pages": np.arange(24, dtype=np.int32).reshape(4, 6),
+    }
+    nodes = [penalties, replace(sample, inputs=(penalized, *sample.inputs[1:]))]
+    got = run_steps(device, library, ctx, nodes, values, [2, 5])
+    texts = [got["loops"][slot, LOOP_RING : LOOP_RING + 7].tolist() for slot in slots]
+    best = [np.argsort(-row, kind="stable") for row in values["logits"]]
+    allowed = [i for i in best[0].tolist() if i not in (5, 9)]
+    assert texts[0] == allowed[:7]
+    assert texts[2] == [int(best[2][0])] * 7
+    for step in range(7):
+        assert texts[1][step] not in [5, 9, *texts[1]][max(0, step - 1) : step + 2]
+    assert got["loops"][slots[1], 1] == STATUS_LENGTH and got["pos"].tolist() == [8, -1, 8]
+    assert got["seen"][slots[0], SEEN_COUNTS : SEEN_COUNTS + vocab].sum() == 8, "of nine tokens all but the last have been counted"
+    assert not got["seen"][1].any(), "of a slot without a column"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +226,37 @@ def test_what_the_device_cannot_bind_is_refused() -> None:
     with pytest.raises(VkbackError, match=r"logits.* takes 182323200 bytes, the device binds at most 134217728"):
         plan(graph, small, fusion="all")
     assert plan(graph, replace(small, caps=replace(ctx.caps, max_storage_buffer_range=1 << 28)), fusion="all").stages
+
+
+def penalties_node(n: int, vocab: int, n_slots: int, rows: int, words: int | None = None) -> Node:
+    """words: of each slot's mask."""
+    shapes: dict[str, tuple[int, ...]] = {"bias": (n_slots, vocab), "seen": (n_slots, SEEN_COUNTS + vocab + rows)}
+    shapes |= {"loops": (n_slots, LOOP_RING + CAPACITY), **{name: (n,) for name in ("tokens", "pos", "slots", "draws")}}
+    shapes |= {"mask": (n_slots, words)} if words is not None else {}
+    state = [Tensor(name, "F32" if name == "bias" else "I32", shape, "input") for name, shape in shapes.items()]
+    return Node("PENALTIES_COLUMNS", (Tensor("logits", "F32", (n, vocab)), *state), (Tensor("y", "F32", (n, vocab)), state[1]))
+
+
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (penalties_node(4, 100, 5, 0), "and in seen 4 words, as many counts, and the text"),
+        (penalties_node(4, 100, 5, 9, 3), "one mask of 5 times 4 words or none"),
+        (
+            replace(penalties_node(4, 100, 5, 9), inputs=(Tensor("logits", "F32", (5, 100)), *penalties_node(4, 100, 5, 9).inputs[1:])),
+            "5 columns",
+        ),
+        (penalties_node(4, 151936, 128, 131072), "seen.*: 144902144 bytes, .* binds at most 134217728 .*; take fewer slots"),
+        (penalties_node(256, 151936, 4, 4096), "logits.*: 155582464 bytes, .* binds at most 134217728 .*; take fewer columns"),
+    ],
+    ids=["no text", "mask", "columns", "slots beyond the range", "columns beyond the range"],
+)
+def test_penalties_that_are_refused(node: Node, text: str) -> None:
+    ctx = planned_for("llvmpipe_mesa_22_debian12")
+    with pytest.raises(PlanError, match=text):
+        OPS[node.op].lower(node, replace(ctx, caps=replace(ctx.caps, max_storage_buffer_range=1 << 27)))
+    fits = penalties_node(4, 100, 5, 9, mask_words(100))
+    assert len(OPS[node.op].lower(fits, ctx)) == 1
 
 
 def test_greedy_is_one_dispatch_and_all_columns_share_dispatches() -> None:

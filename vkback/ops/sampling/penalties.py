@@ -71,6 +71,27 @@ class Penalties:
         return seen
 
 
+def penalized(logits: Array, bias: Array, seen: Array, token: int, pos: int, mask: Array | None, count: bool = True) -> Array:
+    """The logits of one text, float64 [vocab]; counts the step's token in `seen`, in place, unless `count` is off."""
+    vocab = logits.shape[-1]
+    used = Penalties.read(seen)
+    counts, places = seen[SEEN_COUNTS:][:vocab], seen[SEEN_COUNTS + vocab :]
+    if count:
+        counts[token] += 1
+        places[pos] = token
+        if pos >= used.last_n:
+            counts[places[pos - used.last_n]] -= 1
+    x = logits.astype(np.float64) + bias
+    lately = np.where(x > 0, x / used.repetition, x * used.repetition) - used.presence - used.frequency * counts
+    y = np.where(counts > 0, lately, x)
+    if mask is not None:
+        y = np.where(np.unpackbits(np.asarray(mask, np.int32).view(np.uint8), bitorder="little")[:vocab], y, -np.inf)
+    return y
+
+
+TOLERANCE = Tolerance(1e-12, 1e-6, "five f32 operations, one of them a division of 2.5 ulp; counts are integers")
+
+
 @register
 class PenaltiesOp(Op):
     """See the module's text."""
@@ -79,20 +100,9 @@ class PenaltiesOp(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits, bias, seen, loop, tokens, pos = (np.array(i) for i in inputs[:6])
-        vocab = logits.shape[-1]
-        used = Penalties.read(seen)
-        counts, places = seen[SEEN_COUNTS:][:vocab], seen[SEEN_COUNTS + vocab :]
-        if loop[1] == 0:
-            counts[tokens[0]] += 1
-            places[pos[0]] = tokens[0]
-            if pos[0] >= used.last_n:
-                counts[places[pos[0] - used.last_n]] -= 1
-        x = logits.astype(np.float64) + bias
-        lately = np.where(x > 0, x / used.repetition, x * used.repetition) - used.presence - used.frequency * counts
-        y = np.where(counts > 0, lately, x)
-        if len(inputs) > 6:
-            y = np.where(np.unpackbits(np.asarray(inputs[6], np.int32).view(np.uint8), bitorder="little")[:vocab], y, -np.inf)
-        return [y, seen]
+        mask = inputs[6] if len(inputs) > 6 else None
+        y = penalized(logits[0], bias, seen, int(tokens[0]), int(pos[0]), mask, count=loop[1] == 0)
+        return [y[None], seen]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits, bias, seen, loop, tokens, pos, *masks = node.inputs
@@ -122,7 +132,7 @@ class PenaltiesOp(Op):
         ]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(1e-12, 1e-6, "five f32 operations, one of them a division of 2.5 ulp; counts are integers")
+        return TOLERANCE
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(1000, 1.3, 0.5, 0.25, 16, 40)
