@@ -28,7 +28,7 @@ from processes import let_signals_end, run_program
 
 import vkback
 from vkback.api import LoadedModel
-from vkback.cli import main, serve
+from vkback.cli import main, serve, vkbench
 from vkback.cli.shell import UsageError
 from vkback.device import Device, DeviceLost
 from vkback.engine.engine import Engine, EngineError
@@ -873,3 +873,18 @@ def test_a_missing_extra_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(serve, "PACKAGES", ("starlette", "not_there"))
     with pytest.raises(UsageError, match=r"serve needs not_there, .* pip install 'vkback\[serve\]'"):
         serve.require_packages()
+
+
+# --- its speed
+
+
+@pytest.mark.parametrize("path", ["", "--chat"])
+def test_vkbench_measures_it(path: str, served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"serve --url http://127.0.0.1:{served.port} --clients 1,2 --requests 3 --prompt-tokens 40 --max-tokens 8 --json {path}"
+    assert call(monkeypatch, vkbench.main, *line.split()) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["clients"], row["done"], row["errors"]) for row in rows] == [(1, 3, 0), (2, 3, 0)]
+    for row in rows:
+        assert (row["model"], row["device"]) == (MODEL, served.worker.device_name)
+        assert 0 < row["output_tokens"] <= 24 and 90 <= row["prompt_tokens"] <= 150, "the vocabulary has some words in parts"
+        assert 0 < row["ttft_p50_ms"] < 1e3 * row["duration_s"] and row["output_ts"] > 0

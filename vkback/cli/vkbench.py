@@ -20,6 +20,7 @@ from vkback.cli.bench_llama import BenchCommand
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption, Outputs, SaveOption, StoreOption
 from vkback.cli.shell import (
     ACTS,
+    Command,
     DeviceOption,
     EngineLike,
     ExactOption,
@@ -128,7 +129,7 @@ def bench(
 ) -> None:
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128.
 
-    vkbench batch measures many sequences at once; it has its own --help.
+    vkbench batch measures many sequences at once, vkbench serve a server with many clients; each has its own --help.
     """
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
@@ -256,7 +257,10 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
 
 add_command(app, bench, cls=BenchCommand)
 
-COMMANDS = {"batch": ("vkbench_batch:batch", "Many sequences at once, in the table of llama-batched-bench.")}
+COMMANDS = {
+    "batch": ("vkbench_batch:batch", "Many sequences at once, in the table of llama-batched-bench."),
+    "serve": ("vkbench_serve:serve", "Many clients of a server: tokens per second, and waiting times."),
+}
 """As those of vkback/cli/main.py: what vkbench measures beside a model alone."""
 
 
@@ -264,16 +268,12 @@ def app_of(asked: str) -> typer.Typer:
     """The command line of what is asked for: one with COMMANDS, or that of a model alone, which takes names of tests."""
     if asked not in COMMANDS:
         return app
-    found = new_app("Many sequences at once.")
-    found.callback()(_many)
+    found = new_app("Many sequences at once, and many clients.")
     for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
-        add_command(found, getattr(import_module(f"vkback.cli.{file}"), function), name, summary, BenchCommand)
+        command = getattr(import_module(f"vkback.cli.{file}"), function)
+        add_command(found, command, name, summary, BenchCommand if name == "batch" else Command)
     return found
-
-
-def _many() -> None:
-    """Makes a group of commands, of which one alone would else have no name."""
 
 
 def main() -> NoReturn:
