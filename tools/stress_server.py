@@ -54,6 +54,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (9, "1"),
     "frequency_penalty": (-9, []),
     "repeat_penalty": (0, "1"),
+    "ignore_eos": ("true", 1),
     "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []),
     "n": (0, 2, "1"),
     "logprobs": (-1, 21, "x"),

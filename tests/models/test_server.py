@@ -875,16 +875,26 @@ def test_a_missing_extra_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
         serve.require_packages()
 
 
+def test_ignore_eos_goes_on_to_the_last_token(served: Served) -> None:
+    wanted = {str(token): 100 for token in served.worker.tokenizer.eos_ids}
+    assert served.text(logit_bias=wanted)["usage"]["completion_tokens"] < GREEDY["max_tokens"]
+    reply = served.text(logit_bias=wanted, ignore_eos=True)
+    assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (GREEDY["max_tokens"], "length")
+    refused = served.post("/v1/completions", prompt=PROMPT, ignore_eos=True, response_format={"type": "json_object"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ignore_eos")
+
+
 # --- its speed
 
 
 @pytest.mark.parametrize("path", ["", "--chat"])
 def test_vkbench_measures_it(path: str, served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"serve --url http://127.0.0.1:{served.port} --clients 1,2 --requests 3 --prompt-tokens 40 --max-tokens 8 --json {path}"
+    line = f"serve --url http://127.0.0.1:{served.port} --clients 1,2 --requests 3 --prompt-tokens 40 --max-tokens 8 --seed 1 --json {path}"
     assert call(monkeypatch, vkbench.main, *line.split()) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["clients"], row["done"], row["errors"]) for row in rows] == [(1, 3, 0), (2, 3, 0)]
     for row in rows:
         assert (row["model"], row["device"]) == (MODEL, served.worker.device_name)
-        assert 0 < row["output_tokens"] <= 24 and 90 <= row["prompt_tokens"] <= 150, "the vocabulary has some words in parts"
+        assert row["ignore_eos"] and row["output_tokens"] == 24
+        assert 90 <= row["prompt_tokens"] <= 150, "40 each: the vocabulary has some words in parts"
         assert 0 < row["ttft_p50_ms"] < 1e3 * row["duration_s"] and row["output_ts"] > 0

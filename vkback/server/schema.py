@@ -91,8 +91,8 @@ class ResponseFormat(_Strict):
 
 
 class _Sampling(_Strict):
-    """What both endpoints take. top_k, min_p and repeat_penalty are not OpenAI's. user, safety_identifier, prompt_cache_key, metadata,
-    store and service_tier change nothing."""
+    """What both endpoints take. top_k, min_p, repeat_penalty and ignore_eos are not OpenAI's. user, safety_identifier, prompt_cache_key,
+    metadata, store and service_tier change nothing."""
 
     model: str | None = Field(default=None, description="the name of the model, a text")
     stream: bool | None = Field(default=None, description="true or false")
@@ -112,6 +112,7 @@ class _Sampling(_Strict):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = Field(
         default=None, description='at most 1024 token ids, each with a number from -100 to 100, as {"50": -100}'
     )
+    ignore_eos: bool | None = Field(default=None, description="true or false")
     response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
     n: Literal[1] | None = Field(default=None, description="1: a request gets one reply for each prompt")
     user: str | None = Field(default=None, description="a text")
@@ -146,6 +147,10 @@ class _Sampling(_Strict):
             options["repeat_penalty"] = self.repeat_penalty
         if self.response_format is not None:
             options["json_schema"] = self.response_format.schema_of_text()
+        if self.ignore_eos:
+            if options.get("json_schema") is not None:
+                raise BadRequest("[server] ignore_eos: expected false with response_format, which says where the text ends", "ignore_eos")
+            options["ignore_eos"] = True
         return options
 
 
