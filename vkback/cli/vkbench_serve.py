@@ -70,7 +70,9 @@ class Load:
             yield self.random_text(self.words)
 
     def random_text(self, words: int) -> str:
-        return " ".join(self.rng.choices(WORDS, k=words))
+        """All WORDS in a random order, then all in another one, up to so many: so long prompts have nearly the same number of tokens."""
+        rounds = -(-words // len(WORDS))
+        return " ".join([word for _ in range(rounds) for word in self.rng.sample(WORDS, len(WORDS))][:words])
 
     async def send(self, text: str, n_gen: int) -> Reply:
         """Raises RequestFailed."""
