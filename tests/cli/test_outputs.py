@@ -33,6 +33,9 @@ BENCH = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"
 OPTIONS = [
     ("vkbench", "--save", ".json"),
     ("vkbench", "--store", ""),
+    ("vkbench batch", "--save", ".json"),
+    ("vkbench batch", "--store", ""),
+    ("vkbench serve", "--save", ".json"),
     ("profile", "--trace", ""),
     ("profile", "--html", ""),
     ("profile", "--save", ".json"),

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -136,7 +137,6 @@ def batch(
     128 and 512 tokens."""
     tests, n_kv_max = planned(prompts or ["128,512"], gens or ["128"], parallel or ["1-64*2"], depths or ["0"], shared, n_kv_max)
     path = model_path(model)
-    open_timer = timer_of_this_build()
     build = build_info()
     how = load_options(
         ctx=max(t.n_ctx for t in tests),
@@ -149,10 +149,10 @@ def batch(
     )
     command = shlex.join(["vkbench", *sys.argv[1:]])
     extra = ["n_depth"] * any(t.depth for t in tests)
-    with (
-        Outputs(BATCH, output, as_json, output_err, save, store, extra=extra, build=build, inputs=[path]) as outputs,
-        load_engine(path, device, how) as engine,
-    ):
+    with ExitStack() as opened:
+        outputs = opened.enter_context(Outputs(BATCH, output, as_json, output_err, save, store, extra=extra, build=build, inputs=[path]))
+        open_timer = timer_of_this_build()
+        engine = opened.enter_context(load_engine(path, device, how))
         timer = open_timer(engine, max(t.pl for t in tests), n_kv_max)
         common = BatchResult(
             n_kv_max=n_kv_max,
