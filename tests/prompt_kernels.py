@@ -33,7 +33,7 @@ logits of 10 rms, its square is 100 times as large. silu(gate) * up: six times (
 independent. The last norm and head add 4e-8. What is left to 1e-4 is for depth, where errors pass through later blocks: 24 times. Measured
 here 6e-8 to 6e-7.
 
-coop_reg: dense products as coop_mat; experts go through the GEMV kernels, which round activations to 8 bits where they can.
+coop_reg: as coop_mat. What no GEMM in registers takes goes through the GEMV kernels, which round activations to 8 bits where they can.
 
 int_dot: activations in 8 bits, an NMSE of 1.5e-5 to 4e-5 of each product (vkback/ops/matmul/linear.py), some thirty in a row, each diluted
 in the residual stream."""

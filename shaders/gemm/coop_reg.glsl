@@ -1,10 +1,10 @@
-// The product of gemm/coop_reg.comp and gemm/coop_reg_heads.comp: Y = X W^T for few tokens, by cooperative matrices, with the weights
+// The product of gemm/coop_reg.comp, gemm/coop_reg_heads.comp and gemm/coop_reg_experts.comp: Y = X W^T for few tokens, by cooperative matrices, with the weights
 // decoded in registers. Like a GEMV, it is bound by memory bandwidth. So it keeps many loads of weights in flight, and uses neither shared
 // memory nor barriers until its sums are complete.
 //
 //   binding 0  weights, planes (quant/weights.glsl)
 //   binding 1  x F16 in unit order (gemm/units.glsl), x_stride 16-byte words per FN columns
-//   binding 3  bias F32, binding 5 unused: as in gemm/iface.glsl
+//   binding 3  bias F32, binding 5 route (BY_EXPERTS), else unused: as in gemm/iface.glsl
 //   binding 6  F32 [n][X_SQUARES], with X_SQUARES: x is y of a product with NEXT_NORM, and each of its columns is divided by its rms
 //   bindings 7 to 9  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
 //
@@ -21,6 +21,10 @@
 //   load_with_x()        after it, before the products
 //   load_after()         after the products, which leave no registers for what is loaded earlier
 //   store_tile()         once `stages` holds the sums of all subgroups
+//
+// BY_EXPERTS 1: a grouped product (MUL_MAT_ID). A tile has slots of one expert, by a route, and a lane looks up where the columns that it holds
+// elements of lie in x. x is that of tokens or of slots, in whatever order of columns; its matrices may have other columns (X_FN) than those here.
+// The route is read before the wait for x, so it must be complete before the kernel starts.
 //
 // Defines: QUANT_FILE. Before it: gemm/matrix.glsl, and OUT_SHIFT: 1 if two rows of weights make one of the output, else 0. Everything else
 // is a specialization constant.
@@ -39,7 +43,10 @@ layout(constant_id = 12) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(constant_id = 13) const uint EXPECTED = 0;  // likewise
 layout(constant_id = 14) const uint X_SQUARES = 0;  // sums of squares per column of x, a multiple of 4; 0: x is not normed here
 layout(constant_id = 15) const float EPS = 0.0;  // of the norm of x
-const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
+#ifndef BY_EXPERTS
+#define BY_EXPERTS 0
+#endif
+const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = BY_EXPERTS;
 
 #define PATH_INT 0
 #define DECODES_F16
@@ -58,6 +65,11 @@ const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = 0;
 #include "common/arrivals.glsl"
 
 layout(std430, set = 0, binding = 1) readonly buffer X { uvec4 x4[]; };
+#if BY_EXPERTS
+layout(constant_id = 16) const uint X_FN = 8;  // columns of the matrices that x was packed for
+layout(std430, set = 0, binding = 1) readonly buffer XPairs { uvec2 x2[]; };
+layout(std430, set = 0, binding = 1) readonly buffer XHalves { float16_t x_half[]; };
+#endif
 layout(std430, set = 0, binding = 3) readonly buffer Bias { float bias[]; };
 layout(std430, set = 0, binding = 6) readonly buffer XSquares { vec4 x_squares[]; };
 
@@ -87,7 +99,10 @@ float16_t half_at(uvec4 word, uint i) {
 
 // Unit `u` of a step, from this lane's row number i.
 UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
-    const uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
+    uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
+#if BY_EXPERTS
+    row += tile_matrix;
+#endif
     const uint lane = gl_SubgroupInvocationID % ROW_LANES;
     if (K_ALIGNED != 0 && LANE_UNITS == 2) return unit_load(Place(row, min(step, steps - 1u) * 8u + 2u * lane, 0u, u));
     return unit_load(place(row, min(unit_of(step * LANE_UNITS + u, lane, blocks), end_unit - 1u)));
@@ -121,6 +136,59 @@ UnitRaw loaded_unit(uint i, uint u) {
 // into the loads.
 const uint MAX_X_INDEX = 0x03ffffffu;
 
+#if BY_EXPERTS
+const uint X_OWN_COLUMNS = X_FN / ROW_GROUPS, X_BLOCK_WORDS = 4 * X_OWN_COLUMNS;
+const bool X_ALIKE = X_FN == FN && OWN_COLUMNS == 1;  // a word of x as it is packed is one of the kernel's
+
+// Of the columns that this lane holds elements of: the matrix column of x that has it, and its place among the columns of a lane there.
+uint x_first[NS * OWN_COLUMNS], x_place[NS * OWN_COLUMNS];
+
+// Columns past the last one of the tile are those of the first.
+void find_columns() {
+    const uint lane = gl_SubgroupInvocationID;
+    [[unroll]] for (uint i = 0; i < NS * OWN_COLUMNS; i++) {
+        const uint c = i / OWN_COLUMNS * FN + i % OWN_COLUMNS * ROW_GROUPS + lane / ROW_LANES;
+        const uint row = x_row_of(column_of(c < tile_count ? c : 0u));
+        x_first[i] = row / X_FN * p.x_stride + row % ROW_GROUPS * ROW_LANES + lane % ROW_LANES;
+        x_place[i] = row % X_FN / ROW_GROUPS * LANE_VALUES;
+    }
+}
+
+// Number of value `number` of a lane's block, as x is packed, of the column that it has in matrix column n.
+uint number_in_x(uint n, uint number) {
+    return number / (OWN_COLUMNS * LANE_VALUES) * (X_OWN_COLUMNS * LANE_VALUES) + x_place[n * OWN_COLUMNS + number / LANE_VALUES % OWN_COLUMNS] +
+           number % LANE_VALUES;
+}
+
+// Word i of block u of a step, in matrix column n.
+void fetch_x(uint n, uint i, uint step, uint u) {
+    uint block = step * LANE_UNITS + u;
+    if (K_ALIGNED == 0) block = min(block, blocks - 1u);
+    const uint first = block * (X_BLOCK_WORDS * SG) + x_zero;
+    uvec4 word;
+    if (X_ALIKE) word = x4[((x_first[n] + first) & MAX_X_INDEX) + i * SG];
+    else if (LANE_VALUES % 4 == 0)
+        [[unroll]] for (uint q = 0; q < 2; q++) {
+            const uint column = n * OWN_COLUMNS + (8 * i + 4 * q) / LANE_VALUES % OWN_COLUMNS, number = number_in_x(n, 8 * i + 4 * q);
+            const uvec2 pair = x2[2u * (x_first[column] + first + number / 8u * SG) + number % 8u / 4u];
+            word[2 * q] = pair.x;
+            word[2 * q + 1] = pair.y;
+        }
+    else
+        [[unroll]] for (uint q = 0; q < 4; q++) {
+            f16vec2 pair;
+            [[unroll]] for (uint e = 0; e < 2; e++) {
+                const uint column = n * OWN_COLUMNS + (8 * i + 2 * q + e) / LANE_VALUES % OWN_COLUMNS, number = number_in_x(n, 8 * i + 2 * q + e);
+                pair[e] = x_half[8u * (x_first[column] + first + number / 8u * SG) + number % 8u];
+            }
+            word[q] = packFloat2x16(pair);
+        }
+    x[n * BLOCK_WORDS + i] = word;
+}
+
+uint x_squares_row(uint c) { return x_row_of(column_of(c)); }
+#define BIAS_ROW(row) (tile_matrix + (row))
+#else
 // Word i of block u of a step, in matrix column n. Lanes whose column is past the last one read what the lanes of the first column read, which
 // saves memory traffic.
 void fetch_x(uint n, uint i, uint step, uint u) {
@@ -130,6 +198,10 @@ void fetch_x(uint n, uint i, uint step, uint u) {
     const uint first = (tile_number * NS + n) * p.x_stride + block * (BLOCK_WORDS * SG) + used + x_zero;
     x[n * BLOCK_WORDS + i] = x4[(first & MAX_X_INDEX) + i * SG];
 }
+
+#define x_squares_row(c) (tile_column + (c))
+#define BIAS_ROW(row) (p.w_row0 + (row))
+#endif
 
 // The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
 void multiply(uint first_row, uint step) {
@@ -196,7 +268,7 @@ void find_column_factors() {
     [[unroll]] for (uint i = 0; i < each * lane_quads; i++) {
         const uint c = gl_SubgroupID + i / lane_quads * subgroups, quad = i % lane_quads * SG + gl_SubgroupInvocationID;
         const bool valid = c < tile_count && quad < quads;
-        parts[i] = valid ? x_squares[(tile_column + c) * quads + quad + x_zero] : vec4(0.0);
+        parts[i] = valid ? x_squares[x_squares_row(c) * quads + quad + x_zero] : vec4(0.0);
     }
     [[unroll]] for (uint j = 0; j < each; j++) {
         vec4 sum = vec4(0.0);
@@ -211,7 +283,7 @@ void find_column_factors() {
 vec4 finished_sums(uint row, uint c) {
     vec4 v = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row, c);
     if (HAS_BIAS != 0)
-        [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[p.w_row0 + min(tile_row + row + e, p.m - 1u)];
+        [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[BIAS_ROW(min(tile_row + row + e, p.m - 1u))];
     return v;
 }
 
@@ -246,6 +318,9 @@ void main() {
     steps = (blocks + LANE_UNITS - 1u) / LANE_UNITS;
     [[unroll]] for (uint i = 0; i < UNITS; i++)
         [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) load_unit(i, u, first_row, slice);
+#if BY_EXPERTS
+    find_columns();
+#endif
     load_first();
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
     [[unroll]] for (uint n = 0; n < NS; n++)

@@ -18,7 +18,7 @@ from chain_kit import Array, nmse, run_chain
 
 from vkback import quants
 from vkback.device import Device
-from vkback.graph import Tensor
+from vkback.graph import Node, Tensor
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.flash import FlashAttnExt, prompt_problem
 from vkback.ops.cooperative_matrix import matrix_shape, row_lanes
@@ -29,6 +29,7 @@ from vkback.ops.matmul import pack as gemm_pack
 from vkback.ops.matmul import route as gemm_route
 from vkback.ops.matmul.gemm_problem import Gemm, GemmKernel, GemmShape, default_shape
 from vkback.ops.matmul.linear_node import QUANTS, weight
+from vkback.ops.matmul.pack_nodes import LOWER, route_node, with_route
 from vkback.ops.quantize import quantize_dispatch
 from vkback.ops.workgroup import lanes_for
 from vkback.paths import shader_root
@@ -396,3 +397,22 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
         gemm.lower(product, dataclasses.replace(shape, tile_m=shape.tile_m + 1), device.caps)
     with pytest.raises(PlanError, match="alternate gate and up"):
         dataclasses.replace(product, w=weight("w", "Q4_K", (63, 256)), glu="silu")
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(("n", "used", "experts"), [(1, 1, 2), (8, 4, 9), (33, 2, 5), (5, 8, 130)])
+def test_route_by_the_choice_of_experts(n: int, used: int, experts: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """The dispatch that chooses the experts sorts them, too."""
+    logits = np.random.default_rng(6).standard_normal((n, experts)).astype(np.float32)
+    source, weights = Tensor("logits", "F32", logits.shape, "input"), Tensor("weights", "F32", (n, used))
+    ids = Tensor("ids", "I32", (n, used))
+    params = {"n_used": used, "norm": True, "gating": "softmax", "scale": 1.0}
+    topk, made = Node("TOPK_MOE", (source,), (weights, ids), params), route_node(ids, experts, 8)
+    (d,) = LOWER["TOPK_ROUTE"](with_route(topk, made), ctx)
+    got = run_chain(device, library, ctx, [d], {"logits": logits}, (source,), (weights, ids, *made.outputs))
+    chosen, found = got["ids"].astype(int).reshape(-1), got[made.outputs[0].name].astype(int)
+    np.testing.assert_array_equal(chosen.reshape(n, used), np.argsort(-logits, axis=1, kind="stable")[:, :used])
+    tiles, order = found[: -n * used].reshape(-1, 4), found[-n * used :]
+    assert sorted(order) == list(range(n * used)) and tiles[:, 2].sum() == n * used
+    for expert, first, count, _ in tiles:
+        assert count <= 8 and (chosen[order[first : first + count]] == expert).all()

@@ -26,7 +26,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul import gemm_reg
 from vkback.ops.matmul.choice import F16_TOLERANCE
 from vkback.ops.matmul.gemm_problem import Gemm, GemmShape
-from vkback.ops.matmul.linear_cases import mul_mat_case
+from vkback.ops.matmul.linear_cases import mul_mat_case, mul_mat_id_case
 from vkback.ops.matmul.linear_node import QUANTS, weight
 from vkback.ops.matmul.linear_rope import stored_by_products
 from vkback.ops.op import OPS
@@ -344,6 +344,37 @@ def test_heads_have_the_bits_of_the_stage(more: dict[str, Any], device: Device, 
         np.testing.assert_array_equal(found[name].view(np.uint32), values.view(np.uint32), err_msg=name)
 
 
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_experts_of_every_type(quant: str, shared: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """More slots of an expert than columns of a tile, experts without any; rows that fill no tile."""
+    use = by_registers(ctx, device)
+    problem = mul_mat_id_case(quant, 6, 2, 45, 23, 512, shared=shared).build()
+    assert "gemm/coop_reg_experts.comp" in {d.kernel.source for d in OPS[problem.node.op].lower(problem.node, use)}
+    y, want = problem.node.outputs[0].name, runner.reference(problem)
+    assert nmse(runner.run_problem(device, kernels, problem, use)[y], want[y]) <= F16_TOLERANCE.nmse
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("quant", ["Q4_K", "MXFP4", "Q6_K"])
+def test_bits_of_a_slot_do_not_depend_on_others(quant: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """A token alone with its experts, among others that choose the same, and among others that choose others: the same bits."""
+    use = by_registers(ctx, device)
+    case = mul_mat_id_case(quant, 6, 2, 48, 13, 512, shared=True)
+    problem = case.build()
+    y, (x, ids) = problem.node.outputs[0].name, (problem.values[name].copy() for name in ("x", "ids"))
+    ids[3] = 1, 4
+    rows = []
+    for others in ((1, 4), (4, 1), (0, 5), (2, 1)):
+        ids[:3], ids[4:] = others, others
+        x[:3] = np.random.default_rng(sum(others)).uniform(-1, 1, x[:3].shape)
+        values = {**problem.values, "x": x.copy(), "ids": ids.copy()}
+        rows.append(runner.run_problem(device, kernels, dataclasses.replace(problem, values=values), use)[y].reshape(13, 2, 48)[3])
+    for row in rows[1:]:
+        np.testing.assert_array_equal(row.view(np.uint32), rows[0].view(np.uint32))
+
+
 def test_which_heads_products_can_turn_and_store() -> None:
     """Neighbours, without a norm, into F16 caches; four rows of a thread in one head; rows in a known order."""
 
@@ -382,5 +413,5 @@ def test_what_is_refused() -> None:
     assert gemm_reg.shape_of(16, 16, 16, 16, 0, WITH_MATRICES.caps) is None  # order of rows unknown
     assert gemm_reg.shape_of(1024, 16, 16, 16, 4, WITH_MATRICES.caps) is None  # too many threads
     w, x = weight("w", "Q4_K", (64, 256)), Tensor("x", "F32", (4, 256), "input")
-    with pytest.raises(PlanError, match="coop_reg makes F32 of a dense product and packed F16"):
+    with pytest.raises(PlanError, match="coop_reg makes F32 of packed F16"):
         gemm_reg.lower(Gemm(w, x, Tensor("y", "F32", (4, 64)), 4), shape, WITH_MATRICES.caps)

@@ -24,6 +24,7 @@ from vkback.models import Model
 from vkback.ops.case import Array, Tolerance
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
@@ -318,3 +319,35 @@ def test_who_packs_changes_no_bit(model: str, fragments: bool, found: Callable[[
     plain = Prompt(model, len(TOKENS), "auto", norm="stage", pack="stage", fragments=fragments)
     for pack in ("gemm", "producer"):
         np.testing.assert_array_equal(found(dataclasses.replace(plain, pack=pack)), found(plain))
+
+
+BY_EXPERTS: dict[str, Any] = {"kernel": "coop_reg", "tile_m": 32, "tile_n": 8, "warp_m": 16, "slice_k": 2}
+
+
+def test_a_layer_of_experts_of_few_tokens(large: Callable[[str], Model]) -> None:
+    """By registers: the router's kernel makes the route; gate with up takes x as the product before the norm left it, and stores for down;
+    the sum of experts. Each expert chosen is read by as many tiles as its slots fill, whatever the number of tokens."""
+    for name, n in ((EXPERTS, 2), (EXPERTS, 8), (EXPERTS, 16), (BIASED, 8)):
+        ctx = planned_for(H200)
+        experts = Overrides(ctx.tuning, {"gemm": BY_EXPERTS}, "test")
+
+        class OfExperts:
+            """The parameters for experts alone."""
+
+            def pick(self, family: str, **query: Any) -> Choice:
+                tables = experts if query.get("experts", "none") != "none" else ctx.tuning  # noqa: B023
+                return tables.pick(family, **query)
+
+        schedule = plan(large(name).graph(n, 1024, head="none"), dataclasses.replace(ctx, tuning=OfExperts()))
+        up, down = (d for d in schedule.dispatches() if d.kernel.source == "gemm/coop_reg_experts.comp" and "-0" in d.label)
+        topk = next(d for d in schedule.dispatches() if d.label == "ffn_moe_weights-0")
+        assert topk.op == "TOPK_ROUTE" and bound(up, "Route") == bound(down, "Route") == topk.args[3].tensor
+        assert bound(down, "X") == bound(up, "Y") and bound(up, "Y").type == "F16"
+        used, all_experts = (8, 128) if name == EXPERTS else (4, 32)
+        chosen = min(n * used, all_experts)
+        rows = {True: 1536, False: 5760}[name == EXPERTS]
+        assert up.groups[0] == rows // 32 * (chosen + (n * used - chosen) // 8)
+        stage = next(i for i, s in enumerate(schedule.stages) if down in s)
+        assert stage in schedule.barrier_free and not any(Path(d.kernel.source).stem == "route" for d in schedule.dispatches())
+        if name == EXPERTS:
+            assert bound(up, "X").name == "ffn_norm-0.units" and specialized(up, "X_FN") == (8 if n <= 8 else 16)

@@ -115,6 +115,10 @@ def prompts_mul_mat_id() -> Iterator[Case]:
     for ids in ROUTES:
         yield from each_kernel(partial(mul_mat_id_case, "Q8_0", 6, 2, 45, 21, 96, shared=ids != "last", ids=ids))
     yield mul_mat_id_case("Q8_0", 5, 1, 33, 19, 96, shared=True, amax=HUGE).where(**MATRICES)
+    for ids in ROUTES:
+        yield mul_mat_id_case("Q8_0", 6, 2, 45, 11, 96, shared=ids != "last", ids=ids).where(**REGISTERS)
+    yield mul_mat_id_case("Q4_K", 6, 2, 45, 5, 256, shared=True).where(**REGISTERS)
+    yield mul_mat_id_case("Q8_0", 5, 1, 33, 7, 96, shared=True, amax=HUGE).where(**REGISTERS)
 
 
 def prompts_fused() -> Iterator[Case]:
@@ -125,6 +129,13 @@ def prompts_fused() -> Iterator[Case]:
         (("ids", "expert_weights", "residual"), False, False, "F32"),
     ):
         yield from each_kernel(partial(fused_case, "Q8_0", 90 if out == "F32" else 128, 96, 19, roles, glu=glu, oai=oai, out=out))
+    by_experts: tuple[tuple[tuple[str, ...], bool, bool], ...] = (
+        (("bias", "ids"), True, True),
+        (("ids",), True, False),
+        (("bias", "ids", "expert_weights", "residual"), False, False),
+    )
+    for fused, glu, oai in by_experts:
+        yield fused_case("Q8_0", 90, 96, 11, fused, glu=glu, oai=oai).where(**REGISTERS)
     yield fused_case("Q8_0", 90, 96, 19, ("residual",), split=(64, 26), act="f32")
 
 
@@ -211,6 +222,7 @@ def full_mul_mat_id() -> Iterator[Case]:
                 yield mul_mat_id_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
         for ids in ROUTES:
             yield from each_kernel(partial(mul_mat_id_case, quant, 6, 2, 45, 21, 256, shared=ids != "last", ids=ids))
+            yield mul_mat_id_case(quant, 6, 2, 45, 21, 512, shared=ids != "last", ids=ids).where(**REGISTERS)
         for path in paths(quant):
             yield mul_mat_id_case(quant, 8, 2, 32, 3, 256, shared=False, amax=HUGE, **path)
     for quant, k, n in product(("F32", "F16", "BF16"), (1, 31, 63, 65, 80), (1, 5)):

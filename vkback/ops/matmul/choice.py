@@ -63,8 +63,8 @@ F16_TOLERANCE = Tolerance(
 F16_WEIGHTS = F16_TOLERANCE.nmse / 4
 """NMSE of a product by weights decoded in f16: a quarter of what the op is allowed, for a band of four times that."""
 
-ROUTE_BYTES = 12
-"""Shared memory of shaders/gemm/route.comp for each expert."""
+ROUTE_BYTES = 20
+"""Shared memory of shaders/gemm/route.glsl for each expert."""
 
 
 Stores = Literal["Q8_1", "f16", "units", "normed units", "heads"]
@@ -167,6 +167,8 @@ def _stores(node: LinearNode, shape: GemmShape | None, caps: Capabilities) -> fr
         return frozenset(found)
     if whole and node.glu and gemm_reg.stores_units(node.w, node.glu, shape, caps):
         found.add("units")
+    if node.experts != "none":
+        return frozenset(found)
     if whole and not node.glu and not node.gelu and gemm_reg.stores_next_norm(node.w, shape, caps):
         found.add("normed units")
     if not (node.w.shape[0] | node.params.row0) % 4 and len(shards(node.w, caps)) == 1:
@@ -206,9 +208,12 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
     if kernel == "coop_reg" and ctx.act == "f16":  # it has no factors of columns
         kernel = "f32"
     if kernel == "coop_reg":
-        fits = matrix is not None and node.experts == "none" and node.y.type != "Q8_1" and node.x.type != "Q8_1"
+        grouped = node.experts in ("each", "summed")
+        fits = matrix is not None and not by_heads and node.y.type != "Q8_1" and node.x.type != "Q8_1"
+        fits = fits and not (grouped and len(shards(node.w, ctx.caps)) > 1)
         lanes = row_lanes(ctx) if fits else 0
-        shape = gemm_reg.shape_of(choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"], lanes, ctx.caps)
+        cut = (choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"])
+        shape = gemm_reg.shape_of(*cut, lanes, ctx.caps, narrow=grouped)
         if shape is not None:
             shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx))
         return shape, choice.source

@@ -303,7 +303,7 @@ def prebuilt_variants() -> list[Variant]:
             found += [
                 Variant.of(f"gemm/{kernel}.comp", gpu_decoder(name) | layout)
                 for layout in layouts
-                for kernel in ("coop_mat", "coop_reg", "coop_reg_heads")
+                for kernel in ("coop_mat", "coop_reg", "coop_reg_heads", "coop_reg_experts")
             ]
     return found
 

@@ -62,6 +62,8 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     factors = None
     # Experts share a token's row of x unless x already has a row per chosen expert.
     x, x_shared = node.x, node.n_used if grouped and (len(node.x.shape) < 3 or node.x.shape[1] == 1) else 1
+    if node.params.x_shared is not None:
+        x_shared = node.params.x_shared
     # With act=f16 rows are scaled by powers of two, so that none overflows. Bias and experts have no factors of columns.
     if shape.kernel == "coop_mat" and x.type != "F16" and ctx.act == "f16" and not grouped and "bias" not in node.extra:
         packing, x, factors = _packed_by_rows(node.x, columns, shape, ctx)
@@ -71,8 +73,9 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         x = packed(f"{name}.x_f16", columns, node.k, shape, experts)
         before.append(pack_f16(node.x, x, columns, shape, caps, routes=routes, x_shared=x_shared, scale=ctx.f16_scale(x)))
     elif shape.kernel == "coop_reg" and x.type != "F16":
-        x = gemm_reg.packed_units(f"{name}.x_f16", columns, node.k, shape)
-        before.append(gemm_reg.pack_units(node.x, x, columns, shape, caps, scale=ctx.f16_scale(x)))
+        rows = columns // x_shared
+        x = gemm_reg.packed_units(f"{name}.x_f16", rows, node.k, shape)
+        before.append(gemm_reg.pack_units(node.x, x, rows, shape, caps, scale=ctx.f16_scale(x)))
     # The kernel takes int8 alone, so x is rounded here if its producer did not.
     elif shape.kernel == "int_dot" and x.type == "F32":
         x = Tensor(f"{name}.x_q8_1", "Q8_1", node.x.shape)
@@ -103,6 +106,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         units_norm=node.units_norm,
         squares=node.squares,
         eps=float(params.squares_eps),
+        x_matrix_columns=params.x_matrix_columns,
         heads=heads,
         pairs=_in_pairs(node.w, ctx),
     )

@@ -111,6 +111,7 @@ class Gemm:
     units         a further output: y in unit order, each row times its weight units_norm F32 [m]
     y_squares  a further output, F32 [n, parts]: sums of squares of each column of y
     squares       such sums of x, whose columns are then divided by their rms, with eps
+    x_matrix_columns  with a route: columns of the matrices that x was packed for, 0: as the shape's
     heads         Q, K and V heads: where to store them. y is unused; y_row0 counts rows over all heads
     """
 
@@ -136,6 +137,7 @@ class Gemm:
     y_squares: Tensor | None = None
     squares: Tensor | None = None
     eps: float = 0.0
+    x_matrix_columns: int = 0
     heads: Heads | None = None
     pairs: bool = False
 

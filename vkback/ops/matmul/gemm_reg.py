@@ -7,6 +7,7 @@ and its time hardly depends on the number of tokens. It counts on which lanes sh
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
 
 from vkback import quants
@@ -27,15 +28,21 @@ from vkback.shader import Spec, Variant, interface
 SHADER = "gemm/coop_reg.comp"
 HEADS_SHADER = "gemm/coop_reg_heads.comp"
 """Of products whose rows are heads of Q, K and V."""
+EXPERTS_SHADER = "gemm/coop_reg_experts.comp"
+"""Of grouped products."""
 
 
-def shape_of(tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities) -> GemmShape | None:
+def shape_of(
+    tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities, *, narrow: bool = False
+) -> GemmShape | None:
     """A shape with the largest matrices that tile_n columns are whole ones of; None where the device has none, or not so many threads or so
     much shared memory.
 
-    lanes  neighbouring lanes that share a row of a matrix, 0 where that is not known
+    lanes   neighbouring lanes that share a row of a matrix, 0 where that is not known
+    narrow  of these matrices those with the fewest columns, as grouped products take them: a lane then has few columns to look up
     """
-    matrix = next((s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0), None)
+    fitting = [s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0]
+    matrix = min(fitting, key=lambda s: s[1], default=None) if narrow else next(iter(fitting), None)
     if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes:
         return None
     subgroups = tile_m // warp_m * slice_k
@@ -116,8 +123,10 @@ def pack_units(
 
 
 def stores_units(w: Tensor, glu: bool, shape: GemmShape, caps: Capabilities) -> bool:
-    """Whether the product with a weight can leave its output in unit order: whole blocks, made of one shard."""
-    return shape.kernel == "coop_reg" and (w.shape[0] >> glu) % (UNIT * shape.row_lanes) == 0 and len(shards(w, caps)) == 1
+    """Whether the product with a weight can leave its output in unit order, made of one shard: whole blocks, or by experts whole fours of
+    rows, whose block is then filled up with zeros."""
+    whole = UNIT * shape.row_lanes if len(w.shape) == 2 else 4
+    return shape.kernel == "coop_reg" and (w.shape[-2] >> glu) % whole == 0 and len(shards(w, caps)) == 1
 
 
 def stores_next_norm(w: Tensor, shape: GemmShape, caps: Capabilities) -> bool:
@@ -138,8 +147,10 @@ def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: GemmSha
 def lower(problem: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
     stored = problem.y.type == "F32" or (problem.y.type == "F16" and stores_units(problem.w, problem.glu != "", shape, caps))
-    if problem.route is not None or not stored or problem.x.type != "F16" or shape.kernel != "coop_reg":
-        said = "coop_reg makes F32 of a dense product and packed F16, or F16 of whole blocks"
+    grouped = problem.route is not None
+    dense_alone = grouped and (problem.residual or problem.units or problem.heads or len(shards(problem.w, caps)) > 1)
+    if dense_alone or not stored or problem.x.type != "F16" or shape.kernel != "coop_reg":
+        said = "coop_reg makes F32 of packed F16, or F16 of whole blocks; by experts without a residual, a norm or heads, of one shard"
         raise PlanError(f"[gemm] {problem.name}: {said}; got {problem.x} and {problem.y}")
     if problem.x.shape[-1] != blocks_of(problem.k, shape) * shape.row_lanes * UNIT:
         raise PlanError(f"[gemm] {problem.name}: {problem.x} does not hold rows of {problem.k} values in whole blocks")
@@ -165,30 +176,40 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         spec |= {"X_SQUARES": problem.squares.shape[-1], "EPS": float(problem.eps)}
     weight = Arg(problem.w, "r", index)
     buffers = {"WeightWords": weight, "X": Arg(problem.x), "Bias": arg_of(problem.bias), "XSquares": arg_of(problem.squares)}
+    x_columns = problem.x_matrix_columns or shape.matrix[1]
+    x_shape = dataclasses.replace(shape, matrix=(shape.matrix[0], x_columns, shape.matrix[2]))
     if problem.heads is not None:
         shader, stored, y_stride = HEADS_SHADER, "rotated and stored", problem.y.shape[-1]
         spec |= _heads_spec(problem.heads)
         buffers |= _heads_buffers(problem.heads, problem.y_row0, problem.m)
     else:
-        shader, stored = SHADER, "stored as f16 units" if problem.y.type == "F16" else ""
+        shader, stored = SHADER if problem.route is None else EXPERTS_SHADER, "stored as f16 units" if problem.y.type == "F16" else ""
         y_stride = units_stride(problem.m >> (problem.glu != ""), shape, caps) if problem.y.type == "F16" else problem.y.shape[-1]
         spec |= _epilogue_spec(problem, shape, caps)
-        buffers |= _epilogue_buffers(problem, shard, caps)
+        stores = _epilogue_buffers(problem, shard, caps)
+        if problem.route is not None:
+            spec = {name: value for name, value in spec.items() if name not in DENSE_ALONE} | {"X_FN": x_columns}
+            stores = {name: arg for name, arg in stores.items() if name in ("Y", "Overflow")} | {"Route": Arg(problem.route)}
+        buffers |= stores
     groups = grid(problem, shape, shard)
     return Dispatch(
         Variant.of(shader, decoder(problem.w.type, caps, problem.pairs), spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, weight),
-        push_words(problem, shape, shard, units_stride(problem.k, shape, caps), y_stride),
+        push_words(problem, shape, shard, units_stride(problem.k, x_shape, caps), y_stride),
         groups,
-        "MUL_MAT",
+        "MUL_MAT" if problem.route is None else "MUL_MAT_ID",
         problem.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
         + (f", {stored}" if stored else ""),
         nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
         weight_bytes=weight_bytes(problem, shard),
-        flops=2 * shard.rows * problem.k * problem.n,
+        flops=2 * (shard.rows if problem.route is None else problem.m) * problem.k * problem.n,
         waits=SpinWaits(counted=tuple(t.name for t in (problem.x, problem.squares) if t), arrives=prod(groups), specialized=True),
     )
+
+
+DENSE_ALONE = ("HAS_RESIDUAL",)
+"""Constants of shaders/gemm/coop_reg.comp that the shader of grouped products lacks."""
 
 
 def _epilogue_spec(problem: Gemm, shape: GemmShape, caps: Capabilities) -> Spec:

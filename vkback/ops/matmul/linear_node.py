@@ -81,6 +81,8 @@ class LinearParams:
     row0, rows_total  the output is rows row0.. of a tensor of so many, filled by several nodes; None: it is all of its tensor
     n            tokens, where x is F16; None: rows of x
     squares_eps  of the norm that the role "squares" is for
+    x_shared     slots that share a row of x, where experts take it in unit order; None: as the shape of x says
+    x_matrix_columns  of the matrices that such an x was packed for; 0: of its own kernel's
     choice       params of TOPK_MOE, where it chooses its experts
     """
 
@@ -95,6 +97,8 @@ class LinearParams:
     rows_total: int | None = None
     n: int | None = None
     squares_eps: float = 0.0
+    x_shared: int | None = None
+    x_matrix_columns: int = 0
     choice: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

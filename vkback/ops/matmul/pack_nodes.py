@@ -1,4 +1,4 @@
-"""PACK_F16 and ROUTE: what the planner puts between the ops of a prompt, so that GEMMs share what they read.
+"""PACK_F16, ROUTE and TOPK_ROUTE: what the planner puts between the ops of a prompt, so that GEMMs share what they read.
 
     PACK_F16  x F32 [n, k] or [n, 1 or n_used, k] [, norm F32 [k]] [, factors F32 [n]] [, route]
               -> F16, columns for coop_mat (gemm_pack.packed) or coop_reg (gemm_reg.packed_units) [, factors F32 [n]]
@@ -7,6 +7,8 @@
               for other nodes, as an input so that squares need not be added up again.
     ROUTE     ids I32 [n, n_used] -> I32 (gemm_route.route_tensor)
               params: experts, tile_n; without ids also tokens: the route of a product by heads, which are the experts
+    TOPK_ROUTE  what TOPK_MOE reads -> what it makes, and the ROUTE of its ids by the same dispatch
+              params: those of TOPK_MOE and of ROUTE
 
 They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
 orders are right: both are judged by the products that read them.
@@ -14,17 +16,24 @@ orders are right: both are judged by the products that read them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vkback.graph import Node, Tensor
-from vkback.ops.dispatch import Dispatch
+from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.choice import ROUTE_BYTES
 from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.gemm_reg import pack_units, packed_units
 from vkback.ops.matmul.linear_node import inputs_by_role
 from vkback.ops.matmul.pack import pack_f16, packed, packed_columns
-from vkback.ops.matmul.route import route, route_heads, route_tensor
+from vkback.ops.matmul.route import max_tiles, route, route_heads, route_tensor
+from vkback.ops.moe.topk import expert_choice
+from vkback.ops.op import OPS
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import Defines
+from vkback.shader import Variant
 
 
 @dataclass(frozen=True)
@@ -120,5 +129,40 @@ def room(n: int, *shapes: GemmShape) -> int:
     return max(packed_columns(n, shape) for shape in shapes)
 
 
-LOWER: Mapping[str, Callable[[Node, LowerContext], list[Dispatch]]] = {"PACK_F16": lower_pack, "ROUTE": lower_route}
+def routes_too(topk: Node, ctx: LowerContext) -> bool:
+    """Whether the kernel of a TOPK_MOE has room for a route: in shared memory, and two bindings."""
+    logits, *bias = topk.inputs
+    choice = expert_choice(topk, logits, ctx, bias=next(iter(bias), None))
+    need = choice.shared_bytes + ROUTE_BYTES * choice.n_expert + 8 * ctx.caps.max_workgroup_invocations
+    return need <= ctx.caps.max_shared_memory and len(topk.inputs) + 4 <= ctx.caps.max_storage_bindings
+
+
+def with_route(topk: Node, route: Node) -> Node:
+    """A TOPK_ROUTE in place of a TOPK_MOE and the ROUTE of its ids."""
+    return Node("TOPK_ROUTE", topk.inputs, (*topk.outputs, *route.outputs), {**topk.params, **route.params})
+
+
+def lower_topk_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    *chosen, routes = node.outputs
+    (d,) = OPS["TOPK_MOE"].lower(Node("TOPK_MOE", node.inputs, tuple(chosen), node.params), ctx)
+    experts, tile_n = node.params["experts"], node.params["tile_n"]
+    defines: Defines = {**dict(d.kernel.defines), "BIND_ROUTE": len(d.args), "EXPERTS": experts, "TILE_N": tile_n}
+    tickets = Tensor(f"{node.name}.tickets", "I32", (1,), "counter")
+    return [
+        dataclasses.replace(
+            d,
+            kernel=Variant.of(d.kernel.source, defines, subgroup_size=d.kernel.subgroup_size),
+            args=(*d.args, Arg(routes, "w"), Arg(tickets, "rw")),
+            push=d.push + pack_push(max_tiles(chosen[1].elements, experts, tile_n)),
+            op=node.op,
+            nbytes=d.nbytes + nbytes(routes),
+        )
+    ]
+
+
+LOWER: Mapping[str, Callable[[Node, LowerContext], list[Dispatch]]] = {
+    "PACK_F16": lower_pack,
+    "ROUTE": lower_route,
+    "TOPK_ROUTE": lower_topk_route,
+}
 """How each of them is lowered."""

@@ -14,9 +14,10 @@ from vkback.shader import Variant
 
 
 def max_tiles(slots: int, experts: int, tile_n: int) -> int:
-    """Column tiles that slots of so many experts can fill: a full one for each tile_n slots, and one not full for each expert that has
-    any."""
-    return slots // tile_n + min(experts, slots)
+    """Column tiles that slots of so many experts can fill: one for each expert that has any, and another for each tile_n of the slots
+    that are not an expert's first."""
+    chosen = min(experts, slots)
+    return chosen + (slots - chosen) // tile_n
 
 
 def route_tensor(name: str, slots: int, experts: int, tile_n: int) -> Tensor:

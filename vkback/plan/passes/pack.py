@@ -32,7 +32,7 @@ from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.gemm_reg import packed_units
 from vkback.ops.matmul.linear_node import LinearNode
 from vkback.ops.matmul.pack import packed
-from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node
+from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node, routes_too, with_route
 from vkback.plan.nodes import Nodes, tokens_of
 from vkback.plan.passes.choose import as_stored
 from vkback.plan.schedule_choice import schedule_choice
@@ -52,16 +52,37 @@ class Reader:
 
     @property
     def order(self) -> tuple[str, int]:
-        """Column order: ("", 0) dense; (route name, tile_n) grouped; ("units", matrix columns) for coop_reg."""
+        """Column order: ("", 0) dense; (route name, tile_n) grouped; ("units", matrix columns) for coop_reg, of slots ("slots", ...)."""
         if self.shape.kernel == "coop_reg":
-            return "units", self.shape.matrix[1]
+            return "units" if self.columns == self.gemv.n else "slots", self.shape.matrix[1]
         return (self.gemv.route.name, self.shape.tile_n) if self.gemv.route else ("", 0)
 
-    def reading(self, x: Tensor) -> Node:
-        """The GEMM's node with a packed x."""
+    @property
+    def by_experts(self) -> bool:
+        """Whether it is a grouped one in registers, which looks its columns up in whatever order they are packed."""
+        return self.shape.kernel == "coop_reg" and self.gemv.route is not None
+
+    @property
+    def columns(self) -> int:
+        """Rows of x: tokens, or slots where experts do not share them."""
+        shared = self.gemv.route is None or len(self.gemv.x.shape) < 3 or self.gemv.x.shape[1] == 1
+        return self.gemv.n if shared else self.gemv.n * self.gemv.n_used
+
+    def takes(self, shape: GemmShape) -> bool:
+        """Whether it reads columns in unit order as they are packed for coop_reg of this shape."""
+        mine = self.shape
+        alike = mine.kernel == "coop_reg" and mine.row_lanes == shape.row_lanes and mine.matrix[2] == shape.matrix[2]
+        return alike and (self.by_experts or mine.matrix == shape.matrix)
+
+    def reading(self, x: Tensor, shape: GemmShape | None = None) -> Node:
+        """The GEMM's node with a packed x. shape: of coop_reg, for which it is packed, where that may not be its own."""
         node = self.gemv.node
         inputs = tuple(x if role == "x" else t for role, t in zip(node.params["roles"], node.inputs, strict=True))
-        return dataclasses.replace(node, inputs=inputs, params={**node.params, "n": self.gemv.n})
+        more = {}
+        if self.by_experts:
+            packed_for = shape or self.shape
+            more = {"x_shared": self.gemv.n * self.gemv.n_used // self.columns, "x_matrix_columns": packed_for.matrix[1]}
+        return dataclasses.replace(node, inputs=inputs, params={**node.params, "n": self.gemv.n, **more})
 
 
 def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: LowerContext) -> Nodes:
@@ -75,7 +96,8 @@ def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: Lowe
 
 
 def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
-    """Adds a ROUTE before the first of all GEMMs by the same experts (or by as many heads) in tiles of equal columns."""
+    """Adds a ROUTE before the first of all GEMMs by the same experts (or by as many heads) in tiles of equal columns. Of few tokens the
+    kernel that chooses the experts makes it."""
     out: Nodes = []
     routes: dict[str, Tensor] = {}
     for node in nodes:
@@ -87,7 +109,14 @@ def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
             route = route_heads_node(gemv.n, experts, shape.tile_n) if by_heads else route_node(gemv.extra["ids"], experts, shape.tile_n)
             if route.name not in routes:
                 routes[route.name] = route.outputs[0]
-                out.append(route)
+                chooser = next(
+                    (i for i, n in enumerate(out) if n.op == "TOPK_MOE" and route.inputs and n.outputs[1].name == route.inputs[0].name),
+                    None,
+                )
+                if chooser is not None and shape.kernel == "coop_reg" and routes_too(out[chooser], ctx):
+                    out[chooser] = with_route(out[chooser], route)
+                else:
+                    out.append(route)
             params = node.params if by_heads else {**node.params, "roles": (*node.params["roles"], "route")}
             node = dataclasses.replace(node, inputs=(*node.inputs, routes[route.name]), params=params)
         out.append(node)
@@ -133,8 +162,9 @@ class _Packing:
                 order = ("units", shape) if shape.kernel == "coop_reg" else ("fragments", shape.fragments)
                 params = {**params, **dict([order])}
             self.now[self.producer[name]] = as_stored(dataclasses.replace(producer, outputs=(out,), params=params), self.ctx)
+            made_for = choice_of(LinearNode.of(producer), self.ctx).shape if producer.op == "LINEAR" else None
             for r in readers:
-                self.now[r.number] = r.reading(out)
+                self.now[r.number] = r.reading(out, made_for)
         elif self.norms and producer.op == "RMS_NORM_MUL" and self._normed_by_producer(producer, readers):
             self.now[self.producer[name]] = None
         elif self.norms and producer.op == "RMS_NORM_MUL" and any(_whole_rows(r, tensor) for r in readers):
@@ -191,10 +221,10 @@ class _Packing:
         if shape is None or "units" not in choice.stores:
             return None
         widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
-        alike = all(r.shape.matrix == shape.matrix and r.shape.row_lanes == shape.row_lanes for r in readers)
-        if not alike:
+        columns = product.n if product.experts == "none" else product.n * product.n_used
+        if not all(r.takes(shape) and r.columns == columns for r in readers):
             return None
-        return packed_units(name, product.n, readers[0].gemv.k, widest)
+        return packed_units(name, columns, readers[0].gemv.k, dataclasses.replace(shape, tile_n=widest.tile_n))
 
     def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
         """If the norm's input is made by a product in registers and its output is read by such products: the first stores it in unit order,
@@ -211,10 +241,7 @@ class _Packing:
         shape = choice.shape
         if shape is None or "normed units" not in choice.stores:
             return False
-        if any(
-            r.shape.kernel != "coop_reg" or (r.shape.matrix, r.shape.row_lanes) != (shape.matrix, shape.row_lanes) or r.gemv.k != gemv.m
-            for r in readers
-        ):
+        if not all(r.takes(shape) and r.columns == gemv.n and r.gemv.k == gemv.m for r in readers):
             return False
         widest = max((shape, *(r.shape for r in readers)), key=lambda s: s.tile_n)
         units = packed_units(f"{norm.name}.units", gemv.n, gemv.m, widest)
@@ -224,7 +251,7 @@ class _Packing:
             product, inputs=(*product.inputs, weight), outputs=(*product.outputs, units, squares), params={**product.params, "roles": roles}
         )
         for r in readers:
-            node = r.reading(units)
+            node = r.reading(units, shape)
             params = {**node.params, "roles": (*node.params["roles"], "squares"), "squares_eps": norm.params["eps"]}
             self.now[r.number] = dataclasses.replace(node, inputs=(*node.inputs, squares), params=params)
         return True
@@ -233,16 +260,21 @@ class _Packing:
         """Adds a PACK_F16 of x for the readers of each order, before the first of them. With a norm, the one for dense readers stores its
         factors for those by experts."""
         by_order: dict[tuple[str, int], list[Reader]] = {}
-        for r in readers:
-            by_order.setdefault(r.order, []).append(r)
+        in_registers = [r for r in readers if r.shape.kernel == "coop_reg" and not r.by_experts]
+        for r in sorted(readers, key=lambda r: r.by_experts):
+            like = next((d for d in in_registers if r.by_experts and r.takes(d.shape) and r.columns == d.columns), r)
+            by_order.setdefault(like.order, []).append(r)
+        several = sum(group[0].shape.kernel == "coop_reg" for group in by_order.values()) > 1
         stores = any(r.gemv.route is None and r.shape.kernel == "coop_mat" for r in readers) and len(by_order) > 1
         factors = Tensor(f"{name}.factors", "F32", (prod(x.shape[:-1]),)) if norm and stores else None
         for mine in sorted(by_order.values(), key=lambda group: group[0].gemv.route is not None):  # factors are stored first
             first, ahead_of = mine[0].gemv, mine
             if first.route is None and len(x.shape) > 2:  # heads side by side
                 x = dataclasses.replace(x, shape=(x.shape[0], first.k))
-            if mine[0].shape.kernel == "coop_reg":
-                pack = pack_node(f"{name}.units", x, first.n, mine[0].shape, norm=norm)
+            packed_for = mine[0].shape if mine[0].shape.kernel == "coop_reg" else None
+            if packed_for is not None:
+                suffix = ".units" if not several or not mine[0].by_experts else f".{mine[0].order[0]}{mine[0].order[1]}"
+                pack = pack_node(f"{name}{suffix}", x, mine[0].columns, packed_for, norm=norm)
             elif first.route is None:
                 columns = room(first.n, *(r.shape for r in mine))
                 pack = pack_node(f"{name}.f16", x, first.n, mine[0].shape, columns=columns, norm=norm, factors=factors, stores_factors=True)
@@ -262,7 +294,7 @@ class _Packing:
                 )
             self.before.setdefault(min(r.number for r in ahead_of), []).append(pack)
             for r in mine:
-                self.now[r.number] = r.reading(pack.outputs[0])
+                self.now[r.number] = r.reading(pack.outputs[0], packed_for)
 
 
 def _whole_rows(reader: Reader, x: Tensor) -> bool:
