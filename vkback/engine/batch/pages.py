@@ -118,7 +118,7 @@ class PrefixCache:
     A page that only this cache holds is idle. A page that no known page follows is a leaf. When the pool runs short, idle leaves go, the
     least recently used one first; then the page before it may be a leaf. Every operation costs O(log n) a page at most.
 
-    Counters: lookups (calls of match that count), hits (those that found a page), tokens_reused, evictions (pages).
+    Counters: lookups, hits (lookups that found a page), tokens_reused, evictions (pages).
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -141,7 +141,7 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], count: bool = True) -> list[int]:
         """Pages of the longest run of full pages, from the first token on, that hold these tokens; the caller has a reference to each and
-        releases it. count=False leaves the counters as they are."""
+        releases it. count=False leaves the counters as they are, for a caller that does not know yet whether it uses them."""
         found: list[int] = []
         serial = 0
         for part in self._full_pages(tokens):
@@ -152,10 +152,14 @@ class PrefixCache:
             serial = node.serial
         self._pool.share(found)
         if count:
-            self.lookups += 1
-            self.hits += bool(found)
-            self.tokens_reused += len(found) * self._pool.page
+            self.count(len(found))
         return found
+
+    def count(self, pages: int) -> None:
+        """Counts a lookup that found so many pages."""
+        self.lookups += 1
+        self.hits += pages > 0
+        self.tokens_reused += pages * self._pool.page
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Registers the full pages of a text, whose row r holds tokens[r], and keeps a reference to each that was not known. Where equal

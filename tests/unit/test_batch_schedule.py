@@ -1,0 +1,787 @@
+"""The scheduler of a batch: 10 000 random schedules on a simulated engine, and its rules one by one."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkback.checks import OptionError
+from vkback.engine.batch.pages import PagePool, PrefixCache
+from vkback.engine.batch.scheduler import Action, Bring, Copy, Idle, Keep, Limits, Read, ScheduleError, Scheduler, State, Step, Text
+
+VOCABULARY = 64
+MODULUS = 1_000_003
+
+
+def absorb(state: int, token: int) -> int:
+    """The simulated model's state after a token. It depends on every token before."""
+    return (state * 131 + token + 1) % MODULUS
+
+
+def pick(state: int, seed: int) -> int:
+    """The token that follows; token 0 ends a text."""
+    return (state * 7 + seed * 13) // 5 % VOCABULARY
+
+
+def continuation(tokens: list[int], seed: int, most: int) -> list[int]:
+    """What a text is followed by when nobody else is served: at most so many tokens, up to token 0."""
+    state = 0
+    for token in tokens:
+        state = absorb(state, token)
+    made: list[int] = []
+    while len(made) < most and (not made or made[-1]):
+        made.append(pick(state, seed))
+        state = absorb(state, made[-1])
+    return made
+
+
+def cells(tokens: list[int], first: int = 0) -> list[int]:
+    """What rows hold: each its number and its token."""
+    return [row * VOCABULARY + token for row, token in enumerate(tokens, first)]
+
+
+@dataclass
+class Column:
+    """A text of the step before as the device knows it: its tokens, of which some are reported, and whether it has become a hole."""
+
+    tokens: list[int]
+    cells: list[int]
+    state: int
+    hole: bool = False
+
+
+@dataclass
+class SimulatedEngine:
+    """Carries out actions when they are given; they are reported later. Each row of a page holds its number and its token, each slot the
+    state of a recurrent model: after every row of its text."""
+
+    scheduler: Scheduler
+    seeds: dict[int, int]
+    steps: deque[tuple[Step, dict[int, list[int]], dict[int, str]]] = field(default_factory=deque)
+    read: Read | None = None
+    columns: dict[int, Column] = field(default_factory=dict)
+    staging: list[int] = field(default_factory=list)
+    host: dict[int, tuple[list[list[int]], int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.limits, self.pool = self.scheduler.limits, self.scheduler.pool
+        self.pages = [[-1] * self.limits.page for _ in range(self.pool.n_pages)]
+        self.states: dict[int, int] = {}
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self.steps or self.read)
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case Read():
+                self.carry_out_read(action)
+            case Step():
+                self.carry_out_step(action)
+            case Keep():
+                assert all(t.arrival < action.text.arrival for t in self.scheduler.texts.values() if t.state is State.RUNNING)
+                assert not action.text.submitted, "a preempted text waits for its steps in flight"
+                self.host[action.text.id] = [self.pages[p][:] for p in action.pages], self.states.get(action.slot, 0)
+                self.columns.pop(action.text.id, None)
+            case Bring(text, restore):
+                kept, state = self.host.pop(text.id)
+                for index in restore:
+                    self.write(text.pages[index], kept[index])
+                self.states[text.slot] = state
+            case Copy(text, from_slot, from_page, to_page):
+                assert (from_page >= 0) == (to_page >= 0) == bool(text.rows % self.limits.page)
+                if to_page >= 0:
+                    self.write(to_page, self.pages[from_page])
+                self.states[text.slot] = self.states.get(from_slot, 0)
+
+    def write(self, page: int, rows: list[int], first: int = 0) -> None:
+        assert self.pool.references(page) == 1, "a page that is written has one text"
+        self.pages[page][first : first + len(rows)] = rows
+
+    def carry_out_read(self, read: Read) -> None:
+        text, rows = read.text, read.text.length - 1
+        assert self.read is None and 1 <= read.count <= self.limits.piece and read.first + read.count <= rows
+        assert not (read.matched and self.limits.recurrent)
+        assert not (read.store and self.scheduler.kept), "kept texts run again before others begin to"
+        if read.matched or not read.first:
+            self.staging = [cell for page in read.matched for cell in self.pages[page]]
+        assert len(self.staging) == read.first
+        self.staging += cells(text.tokens[read.first : read.first + read.count], read.first)
+        assert self.staging == cells(text.tokens[: len(self.staging)]), "the staging cache holds the text's own rows"
+        page = self.limits.page
+        for index in read.store:
+            self.write(text.pages[index], self.staging[index * page : (index + 1) * page])
+        assert (len(self.staging) == rows) == bool(read.store) or text.pages, "the last piece stores what was not found"
+        if len(self.staging) == rows:
+            assert text.slot >= 0 and len(text.pages) == -(-rows // page)
+            state = 0
+            for token in text.tokens[:rows]:
+                state = absorb(state, token)
+            self.states[text.slot] = state
+        self.read = read
+
+    def carry_out_step(self, step: Step) -> None:
+        page, pages = self.limits.page, self.pages
+        assert 1 <= len(step.columns) <= self.limits.max_step_tokens
+        assert len(self.steps) < self.limits.in_flight and step.count == max(c.steps for c in step.columns)
+        assert len({slot for _, slot, _ in step.columns}) == len(step.columns)
+        self.columns = {text.id: self.columns[text.id] for text, _, _ in step.columns if text.id in self.columns}
+        made: dict[int, list[int]] = {}
+        ended: dict[int, str] = {}
+        for text, slot, steps in step.columns:
+            assert text.state is State.RUNNING and text.slot == slot < self.limits.slots and steps >= 1
+            column = self.columns.get(text.id)
+            if column is None:
+                tokens = text.tokens
+                assert text.submitted == steps and text.rows == len(tokens) - 1
+                column = self.columns[text.id] = Column(tokens, cells(tokens[:-1]), 0)
+                for token in tokens[:-1]:
+                    column.state = absorb(column.state, token)
+                if self.limits.recurrent:
+                    assert not text.rows or self.states[slot] == column.state, "the slot holds the state of its own text"
+            if column.hole:
+                continue
+            row = len(column.cells)
+            assert row + steps <= min(len(text.pages) * page, self.limits.max_rows), "pages are assigned in advance"
+            found: list[int] = []
+            for held in text.pages[: -(-row // page)]:
+                found += pages[held]
+            assert found[:row] == column.cells, f"text {text.id} reads rows that are not its own"
+            for written in text.pages[row // page : -(-(row + steps) // page)]:
+                assert self.pool.references(written) == 1, "a page that is written has one text"
+            new = made[text.id] = []
+            for _ in range(steps):
+                token, row = column.tokens[-1], len(column.cells)
+                pages[text.pages[row // page]][row % page] = row * VOCABULARY + token
+                column.cells.append(row * VOCABULARY + token)
+                column.state = absorb(column.state, token)
+                token = pick(column.state, self.seeds[text.id])
+                column.tokens.append(token)
+                new.append(token)
+                if not token:
+                    column.hole = True
+                    ended[text.id] = "stop"
+                    break
+            self.states[slot] = column.state
+        self.steps.append((step, made, ended))
+
+    def report_read(self, seconds: float) -> None:
+        assert self.read
+        read, self.read = self.read, None
+        self.scheduler.done_read(read, seconds)
+
+    def report_step(self, seconds: float) -> None:
+        step, made, ended = self.steps.popleft()
+        self.scheduler.done_step(step, made, ended, seconds)
+
+
+@dataclass
+class Share:
+    """Seconds of reads and of steps, and the most that reads beside running texts had above their share in any stretch of time."""
+
+    share: float
+    excess: float = 0.0
+    worst: float = 0.0
+    longest_read: float = 0.0
+
+    def add_read(self, seconds: float, others_run: bool) -> None:
+        self.longest_read = max(self.longest_read, seconds)
+        if others_run and self.share < 1:
+            self.excess += seconds
+            self.worst = max(self.worst, self.excess)
+
+    def add_step(self, seconds: float) -> None:
+        if self.share < 1:
+            self.excess = max(0.0, self.excess - seconds * self.share / (1 - self.share))
+
+    def is_kept(self) -> bool:
+        """Prompts may have saved one read, and one read may take longer than was expected."""
+        return self.worst <= 2 * self.longest_read + 1e-9
+
+
+SHARES = (1 / 3, 0.1, 0.5, 1.0)
+
+
+def draws(seed: int) -> Iterator[float]:
+    """Numbers in [0, 1)."""
+    rng = np.random.default_rng((41, seed))
+    while True:
+        yield from rng.random(256).tolist()
+
+
+class Schedule:
+    """Random arrivals, forks, cancellations and reports. Every text that ends by itself ends with the tokens that it has alone."""
+
+    def __init__(self, number: int) -> None:
+        self.draws = draws(number)
+        page = (1, 4, 4, 8)[self.below(4)]
+        self.pool = PagePool(-(-self.between(8, 48) // page), page)
+        self.cache = PrefixCache(self.pool)
+        self.limits = Limits(
+            slots=(1, 2, 3, 4, 5, 6, 7, 8)[self.below(8)],
+            page=page,
+            max_rows=self.between(12, 48),
+            max_step_tokens=(1, 3, 8, 8)[self.below(4)],
+            piece=(1, 4, 8, 16)[self.below(4)],
+            prompt_share=SHARES[self.below(4)],
+            in_flight=self.between(1, 3),
+            recurrent=self.draw() < 0.15,
+        )
+        self.scheduler = Scheduler(self.limits, self.pool, self.cache)
+        self.engine = SimulatedEngine(self.scheduler, {})
+        self.step_seconds = (0.0004, 0.0008, 0.0015, 0.003)[self.below(4)]
+        self.expected: dict[int, list[int]] = {}
+        self.texts: list[Text] = []
+        self.share = Share(self.limits.prompt_share)
+        self.seen: Counter[str] = Counter()
+        self.crowded = self.draw() < 0.3
+        """Texts that fit at first and grow: most are preempted."""
+        self.beginnings = [[1 + self.below(VOCABULARY - 1) for _ in range(16)] for _ in range(2)]
+
+    def draw(self) -> float:
+        return next(self.draws)
+
+    def below(self, n: int) -> int:
+        return int(next(self.draws) * n)
+
+    def between(self, low: int, high: int) -> int:
+        return low + int(next(self.draws) * (high - low + 1))
+
+    def accept(self, text: Text) -> None:
+        seed = self.engine.seeds[text.id] = self.below(1000)
+        self.expected[text.id] = text.made + continuation(text.tokens, seed, text.limit - len(text.made))
+        self.texts.append(text)
+
+    def arrive(self) -> None:
+        beginning = self.beginnings[self.below(2)][: self.below(5 if self.crowded else 17)]
+        prompt = (*beginning, *(1 + self.below(VOCABULARY - 1) for _ in range(self.between(0 if beginning else 1, 4))))
+        text = Text(len(self.texts), "abc"[self.below(3)], prompt, self.between(20, 36) if self.crowded else self.between(1, 20))
+        rows = len(prompt) - 1 + min(text.max_tokens, self.limits.max_rows - len(prompt) + 1)
+        if len(prompt) > self.limits.max_rows or -(-rows // self.limits.page) > self.pool.n_pages:
+            with pytest.raises(ScheduleError):
+                self.scheduler.add(text)
+        else:
+            self.scheduler.add(text)
+            self.accept(text)
+
+    def fork(self) -> None:
+        if texts := [t for t in self.texts if t.state is not State.ENDED and len(t.made) < t.limit]:
+            running = [t for t in texts if t.state is State.RUNNING]
+            text = (running or texts)[self.below(len(running or texts))]
+            self.accept(self.scheduler.fork(text, len(self.texts)))
+
+    def cancel(self) -> None:
+        if self.texts:
+            text = self.texts[self.below(len(self.texts))]
+            in_work = text.state is not State.ENDED
+            assert self.scheduler.cancel(text.id) == in_work
+            if in_work:
+                self.engine.host.pop(text.id, None)
+
+    def report(self) -> None:
+        if self.engine.read and (not self.engine.steps or self.draw() < 0.5):
+            self.engine.report_read(self.read_seconds)
+        else:
+            seconds = self.step_seconds * self.engine.steps[0][0].count * (0.5 + self.draw())
+            self.share.add_step(seconds)
+            self.engine.report_step(seconds)
+
+    def act(self) -> bool:
+        """One action; False: there was none to take."""
+        running = self.scheduler.running
+        action = self.scheduler.next()
+        if isinstance(action, Idle):
+            return False
+        self.engine.carry_out(action)
+        self.count(action)
+        if isinstance(action, Read):
+            self.read_seconds = self.step_seconds * (0.5 + action.count / 4) * (0.5 + self.draw())
+            self.share.add_read(self.read_seconds, running > 0)
+        return True
+
+    def count(self, action: Action) -> None:
+        self.seen[type(action).__name__] += 1
+        match action:
+            case Read(matched=matched):
+                self.seen["prefix"] += bool(matched)
+            case Bring(text, restore):
+                self.seen["brought in part"] += len(restore) < len(text.pages)
+
+    def run(self) -> None:
+        events: list[Callable[[], None]] = (
+            [self.arrive] * (self.between(2, 4) if self.crowded else self.between(1, 4))
+            + [self.fork] * self.below(3)
+            + [self.cancel] * self.below(2)
+        )
+        events.sort(key=lambda _: self.draw())
+        events.append(self.arrive)
+        pace = 0.05 + 0.5 * self.draw()
+        for _ in range(1000):
+            kind = self.draw()
+            if events and kind < pace:
+                events.pop()()
+            elif self.engine.in_flight and kind > 0.7:
+                self.report()
+            elif not self.act():
+                if self.engine.in_flight:
+                    self.report()
+                elif events:
+                    events.pop()()
+                else:
+                    break
+        self.check_end()
+
+    def check_end(self) -> None:
+        assert not self.scheduler.texts, "nobody starves: whoever is in work has work to do"
+        for text in self.texts:
+            assert text.state is State.ENDED and not text.pages and text.slot < 0 and not text.submitted
+            if text.reason == "cancelled":
+                assert text.made == self.expected[text.id][: len(text.made)]
+            else:
+                assert text.made == self.expected[text.id]
+                assert text.reason == ("stop" if text.made[-1] == 0 else "length")
+        assert self.share.is_kept(), "prompts keep to their share of the time"
+        assert not self.engine.host
+        assert self.scheduler.waiting == self.scheduler.running == self.scheduler.kept == 0
+        assert self.pool.available == self.pool.n_pages
+        self.cache.clear()
+        assert self.pool.free == self.pool.n_pages
+        assert sorted(self.scheduler._slots) == list(range(min(self.limits.slots, self.limits.max_step_tokens)))
+
+
+@pytest.mark.parametrize("thousand", range(10))
+def test_random_schedules(thousand: int) -> None:
+    seen: Counter[str] = Counter()
+    for number in range(thousand * 1000, thousand * 1000 + 1000):
+        schedule = Schedule(number)
+        try:
+            schedule.run()
+        except Exception as e:
+            e.add_note(f"in Schedule({number})")
+            raise
+        seen += schedule.seen
+    few = {what: n for what in ("Keep", "Bring", "Copy", "prefix", "brought in part") if (n := seen[what]) < 25}
+    assert not few, "each rule has work in a thousand schedules"
+
+
+class Batch:
+    """A scheduler and its simulated engine, driven by hand. The model never ends a text: seeds are chosen so."""
+
+    def __init__(self, n_pages: int = 64, **limits: Any) -> None:
+        self.limits = Limits(**{"slots": 8, "page": 4, "max_rows": 200, "max_step_tokens": 8, "piece": 8, **limits})
+        self.pool = PagePool(n_pages, self.limits.page)
+        self.cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(self.limits, self.pool, self.cache)
+        self.engine = SimulatedEngine(self.scheduler, {})
+
+    def add(self, text_id: int, prompt: int | list[int], max_tokens: int = 40, client: str = "a") -> Text:
+        """prompt: its tokens, or how many of its own."""
+        tokens = [1 + (text_id * 17 + row) % 50 for row in range(prompt)] if isinstance(prompt, int) else prompt
+        self.engine.seeds[text_id] = next(s for s in range(1000) if 0 not in continuation(tokens, s, max_tokens))
+        self.scheduler.add(text := Text(text_id, client, tuple(tokens), max_tokens))
+        return text
+
+    def next(self) -> Action:
+        action = self.scheduler.next()
+        self.engine.carry_out(action)
+        return action
+
+    def report(self, read: float = 0.0, step: float = 0.004) -> None:
+        """Reports all that is in flight. step: seconds of one step: by default they come one a submit."""
+        if self.engine.read:
+            self.engine.report_read(read)
+        while self.engine.steps:
+            self.engine.report_step(step * self.engine.steps[0][0].count)
+
+    def log(self, most: int = 1000) -> list[Action]:
+        """Actions up to the end of all work, each reported at once."""
+        actions: list[Action] = []
+        while len(actions) < most and not isinstance(action := self.next(), Idle):
+            actions.append(action)
+            self.report()
+        return actions
+
+    def step_until(self, text: Text, made: int) -> None:
+        while len(text.made) < made:
+            self.next()
+            self.report()
+
+
+def running(action: Action) -> list[int]:
+    """Ids of the texts in a step."""
+    assert isinstance(action, Step)
+    return [c.text.id for c in action.columns]
+
+
+def reads(actions: list[Action]) -> list[tuple[int, int, int, int]]:
+    """Of each read the text, the first row, the count, and how many pages were matched."""
+    return [(a.text.id, a.first, a.count, len(a.matched)) for a in actions if isinstance(a, Read)]
+
+
+def test_a_prompt_is_read_in_pieces_and_its_last_token_is_the_first_step() -> None:
+    batch = Batch()
+    text = batch.add(1, 20, max_tokens=3)
+    actions = batch.log()
+    assert reads(actions) == [(1, 0, 8, 0), (1, 8, 8, 0), (1, 16, 3, 0)]
+    assert [a.store for a in actions if isinstance(a, Read)] == [range(0), range(0), range(5)]
+    assert [type(a) for a in actions[3:]] == [Step] * 3 and text.reason == "length"
+
+
+def test_a_prompt_of_one_token_needs_no_read() -> None:
+    batch = Batch()
+    batch.add(1, 1, max_tokens=2)
+    assert [running(a) for a in batch.log()] == [[1], [1]]
+
+
+def test_full_pages_that_are_known_are_not_read_again() -> None:
+    batch = Batch()
+    batch.add(1, prompt := list(range(1, 15)), max_tokens=8)
+    batch.log()
+    assert reads(batch.log()) == [] and len(batch.cache) == 5, "14 + 8 tokens have 21 rows, 5 full pages"
+    batch.add(2, [*prompt[:10], 40, 41], max_tokens=1)
+    batch.add(3, prompt[:9], max_tokens=1)
+    actions = batch.log()
+    assert reads(actions) == [(2, 8, 3, 2)], "text 3 has all of its 8 rows in known pages"
+    assert (batch.cache.lookups, batch.cache.hits, batch.cache.tokens_reused) == (3, 2, 16)
+
+
+def test_a_running_text_shares_its_prompt_already() -> None:
+    batch = Batch()
+    first = batch.add(1, list(range(1, 15)))
+    batch.step_until(first, 1)
+    second = batch.add(2, list(range(1, 15)))
+    batch.step_until(second, 1)
+    assert first.pages[:3] == second.pages[:3] and first.pages[3] != second.pages[3]
+
+
+def test_recurrent_models_reuse_no_prefix() -> None:
+    batch = Batch(recurrent=True)
+    batch.add(1, list(range(1, 15)), max_tokens=1)
+    batch.log()
+    batch.add(2, list(range(1, 15)), max_tokens=1)
+    assert reads(batch.log()) == [(2, 0, 8, 0), (2, 8, 5, 0)] and batch.cache.lookups == len(batch.cache) == 0
+
+
+def test_clients_take_turns() -> None:
+    batch = Batch(slots=1)
+    for text_id, client in enumerate("aaaabbca"):
+        batch.add(text_id, 2, max_tokens=1, client=client)
+    order = [i for i, *_ in reads(batch.log(10))]
+    assert order == [0, 4, 6, 1, 5], "a, b, c, a, b"
+    batch.add(8, 2, max_tokens=1, client="d")
+    assert [i for i, *_ in reads(batch.log())] == [2, 8, 3, 7]
+
+
+def test_no_more_texts_run_than_slots_or_columns() -> None:
+    for limits in ({"slots": 2}, {"max_step_tokens": 2}):
+        batch = Batch(**limits)
+        for text_id in range(5):
+            batch.add(text_id, 2, max_tokens=4)
+        assert max(len(running(a)) for a in batch.log() if isinstance(a, Step)) == 2
+
+
+def test_prompts_are_read_back_to_back_while_nobody_runs() -> None:
+    batch = Batch(max_rows=2000, n_pages=500)
+    batch.add(1, 400, max_tokens=1)
+    actions = batch.log()
+    assert len(actions) == 51 and all(isinstance(a, Read) for a in actions[:-1])
+
+
+@pytest.mark.parametrize("share", [1 / 3, 0.1, 0.6])
+def test_streams_slow_down_by_the_share_of_prompts_at_most(share: float) -> None:
+    """A prompt of 4 000 tokens comes while a text runs: steps of 3 ms, pieces of 25 ms."""
+    batch = Batch(page=64, max_rows=8192, piece=512, prompt_share=share, n_pages=300)
+    batch.add(1, 10, max_tokens=3000)
+    for _ in range(100):
+        batch.next()
+        batch.report(0.025, 0.003)
+    text = batch.add(2, 4000)
+    clock, began, stall, read_seconds, first = 0.0, 0.0, 0.0, 0.0, None
+    while text.state is not State.RUNNING:
+        action = batch.next()
+        if isinstance(action, Read):
+            clock += 0.025
+            read_seconds += 0.025
+            first = clock if first is None else first
+        else:
+            assert isinstance(action, Step)
+            stall = max(stall, clock - began)
+            clock += 0.003 * action.count
+            began = clock
+        batch.report(0.025, 0.003)
+    assert first == 0.025, "a read is saved up while nobody waits, so that a prompt begins at once"
+    assert (read_seconds - 0.025) / (clock - 0.025) == pytest.approx(share, rel=0.12)
+    assert stall <= 0.0251, "one piece at a time"
+
+
+def test_a_share_of_one_reads_prompts_first() -> None:
+    batch = Batch(prompt_share=1.0)
+    batch.step_until(batch.add(1, 2), 3)
+    batch.add(2, 30, max_tokens=1)
+    for _ in range(4):
+        assert isinstance(batch.next(), Read)
+        batch.report(read=1.0)
+
+
+def test_the_text_that_came_last_makes_room() -> None:
+    """Three texts grow; pages for two are there. Who came before is never preempted for who came after."""
+    batch = Batch(n_pages=16)
+    texts = [batch.add(text_id, 9, max_tokens=24) for text_id in (1, 2, 3)]
+    actions = batch.log()
+    keeps = [a.text.id for a in actions if isinstance(a, Keep)]
+    assert keeps[0] == 3 and 1 not in keeps and batch.scheduler.preemptions == len(keeps)
+    assert [a.text.id for a in actions if isinstance(a, Bring)] == keeps
+    for text in texts:
+        assert text.reason == "length" and text.made == continuation(list(text.prompt), batch.engine.seeds[text.id], 24)
+
+
+def test_the_prefix_cache_loses_pages_before_a_text_is_preempted() -> None:
+    batch = Batch(n_pages=16)
+    batch.add(1, 30, max_tokens=20)
+    batch.log()
+    assert batch.cache.idle == 12
+    batch.add(2, 9, max_tokens=20)
+    batch.add(3, 9, max_tokens=20)
+    assert not any(isinstance(a, Keep) for a in batch.log()) and batch.cache.evictions > 0
+
+
+def test_the_last_text_makes_room_for_itself() -> None:
+    """The text in need came last: it is kept, and those before it go on."""
+    batch = Batch(n_pages=8, in_flight=1)
+    first = batch.add(1, 2, max_tokens=16)
+    batch.step_until(first, 3)
+    second = batch.add(2, 13, max_tokens=16)
+    batch.step_until(second, 1)
+    while second.state is State.RUNNING:
+        action = batch.next()
+        batch.report()
+    assert isinstance(action, Keep) and action.text is second and first.state is State.RUNNING
+    batch.log()
+    assert first.reason == second.reason == "length"
+
+
+def test_a_text_with_steps_in_flight_is_kept_after_them() -> None:
+    batch = Batch(n_pages=8, in_flight=2)
+    first, second = batch.add(1, 8, max_tokens=20), batch.add(2, 8, max_tokens=20)
+    while first.state is second.state is State.RUNNING or not first.made:
+        action = batch.next()
+        if isinstance(action, Keep):
+            break
+        if isinstance(action, Idle) or batch.engine.read:
+            batch.report() if batch.engine.read else batch.engine.report_step(0.004)
+    assert isinstance(action, Keep) and action.text is second and not second.submitted
+    assert len(action.pages) * 4 >= second.rows == second.length - 1 and second.pages == [] and second.slot == -1
+
+
+def test_pages_of_a_text_that_ends_are_waited_for() -> None:
+    """Text 1 lacks a page, but text 2 is at its limit with its last step in flight: nobody is preempted, and text 3 goes on."""
+    batch = Batch()
+    first, second, third = batch.add(1, 1), batch.add(2, 1), batch.add(3, 1)
+    while not third.made or first.rows % 4 != 3:
+        batch.next()
+        batch.report()
+    second.limit = len(second.made) + 1
+    assert running(batch.next()) == [1, 2, 3] and third.rows % 4 < 2
+    held = batch.pool.take(batch.pool.free)
+    assert running(batch.next()) == [3]
+    batch.report()
+    assert second.state is State.ENDED and running(batch.next()) == [1, 3] and batch.scheduler.preemptions == 0
+    batch.pool.release(held)
+
+
+def test_kept_texts_come_back_before_others_are_admitted() -> None:
+    batch = Batch(n_pages=12)
+    first, second = batch.add(1, 9, max_tokens=30), batch.add(2, 9, max_tokens=30)
+    while second.state is not State.KEPT:
+        batch.next()
+        batch.report()
+    third = batch.add(3, 2, max_tokens=2)
+    order: list[Text] = []
+    for _ in range(500):
+        batch.next()
+        batch.report()
+        assert {second.state, third.state} != {State.KEPT, State.READING}
+        order += [t for t in (second, third) if t.state is State.RUNNING and t not in order]
+    assert order == [second, third] and first.reason == second.reason == third.reason == "length"
+
+
+def test_a_later_text_takes_no_page_that_an_earlier_one_lacks() -> None:
+    """One page is free. Text 1 lacks two for its next steps, text 2 one, and text 3, which is to make room, has a step in flight."""
+    batch = Batch(page=1)
+    first, second, third = (batch.add(text_id, 1, max_tokens=30) for text_id in (1, 2, 3))
+    while not third.made or first.submitted:
+        batch.next()
+        batch.report(step=0.002)
+    second.limit = len(second.made) + 3
+    assert running(batch.next()) == [1, 2, 3] and (first.left > 2, second.left) == (True, 1)
+    held = batch.pool.take(batch.pool.free - 1)
+    assert isinstance(batch.next(), Idle)
+    batch.report(step=0.002)
+    keep = batch.next()
+    assert isinstance(keep, Keep) and keep.text is third
+    assert running(batch.next()) == [1, 2]
+    batch.pool.release(held)
+    batch.log()
+    assert first.reason == second.reason == third.reason == "length"
+
+
+def test_a_cancelled_text_holds_its_pages_while_steps_are_in_flight() -> None:
+    batch = Batch()
+    text = batch.add(1, 9)
+    batch.step_until(text, 4)
+    batch.next()
+    batch.next()
+    held = len(text.pages)
+    assert batch.scheduler.cancel(1) and text.state is State.ENDED and text.reason == "cancelled"
+    assert len(text.pages) == held and batch.scheduler.texts and isinstance(batch.scheduler.next(), Idle)
+    batch.engine.report_step(0.004)
+    assert text.pages
+    batch.engine.report_step(0.004)
+    assert not text.pages and not batch.scheduler.texts and len(text.made) == 4
+    assert batch.cache.idle == len(batch.cache) == 3, "9 + 4 tokens have 12 rows"
+    assert not batch.scheduler.cancel(1) and not batch.scheduler.cancel(7)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2, 3])
+def test_a_text_that_is_read_can_be_cancelled(pieces: int) -> None:
+    batch = Batch()
+    text = batch.add(1, 20)
+    for _ in range(pieces):
+        batch.report()
+        batch.next()
+    assert batch.scheduler.cancel(1)
+    batch.report()
+    assert text.slot == -1 and not text.pages and not batch.scheduler.texts and batch.pool.available == 64
+    assert len(batch.cache) == (4 if pieces == 3 else 0), "what was read and stored is known"
+    batch.add(2, 5, max_tokens=2)
+    assert len(batch.log()) == 3
+
+
+def test_a_fork_shares_full_pages_and_copies_the_last() -> None:
+    batch = Batch()
+    text = batch.add(1, 9)
+    batch.step_until(text, 3)
+    batch.next()
+    fork = batch.scheduler.fork(text, 2)
+    batch.engine.seeds[2] = batch.engine.seeds[1]
+    action = batch.next()
+    assert isinstance(action, Copy) and (action.from_page, action.to_page) == (text.pages[2], fork.pages[2])
+    assert fork.pages[:2] == text.pages[:2] and fork.made == text.made and fork.slot != text.slot
+    assert fork.rows == 11 and running(batch.next()) == [1, 2]
+    batch.report()
+    batch.log()
+    assert fork.made == text.made and len(text.made) == 40
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
+    batch = Batch()
+    text = batch.add(1, 9)
+    batch.step_until(text, 4)
+    fork = batch.scheduler.fork(text, 2)
+    batch.engine.seeds[2] = batch.engine.seeds[1]
+    assert running(batch.next()) == [1, 2] and fork.pages[:3] == text.pages[:3]
+
+
+def test_forks_of_a_text_that_waits_are_read_with_it() -> None:
+    batch = Batch()
+    text = batch.add(1, 7, max_tokens=4)
+    forks = [batch.scheduler.fork(text, text_id) for text_id in (2, 3)]
+    batch.engine.seeds |= {2: batch.engine.seeds[1], 3: batch.engine.seeds[1]}
+    actions = batch.log()
+    assert reads(actions) == [(1, 0, 6, 0)] and sum(isinstance(a, Copy) for a in actions) == 2
+    assert all(fork.made == text.made for fork in forks)
+
+
+def test_forks_of_a_recurrent_text_copy_its_state_or_are_read() -> None:
+    batch = Batch(recurrent=True)
+    text = batch.add(1, 9, max_tokens=20)
+    early = batch.scheduler.fork(text, 2)
+    batch.engine.seeds[2] = batch.engine.seeds[3] = batch.engine.seeds[1]
+    assert [type(a) for a in batch.log(3)] == [Read, Copy, Step]
+    batch.next()
+    late = batch.scheduler.fork(text, 3)
+    assert reads([batch.next()]) == [(3, 0, 8, 0)], "the state has gone on with the step in flight"
+    batch.report()
+    batch.log()
+    assert early.made == late.made == text.made
+
+
+def test_refusals_say_what_does_not_fit() -> None:
+    batch = Batch(n_pages=10, max_rows=100)
+    with pytest.raises(
+        ScheduleError, match="20 tokens of prompt and 30 new ones fill 49 rows, which are 13 pages of 4; expected at most 10"
+    ):
+        batch.add(1, 20, max_tokens=30)
+    with pytest.raises(ScheduleError, match="text 1: has 101 tokens; expected at most 100, the rows of a sequence"):
+        batch.scheduler.add(Text(1, "a", (1,) * 101, 1))
+    with pytest.raises(ScheduleError, match="text 1: has an empty prompt; expected at least one token"):
+        batch.scheduler.add(Text(1, "a", (), 1))
+    with pytest.raises(ScheduleError, match="text 1: max_tokens is 0; expected more than the 0 tokens"):
+        batch.scheduler.add(Text(1, "a", (1,), 0))
+    assert not batch.scheduler.texts and not batch.scheduler.waiting
+    text = batch.add(1, 3, max_tokens=1)
+    with pytest.raises(ScheduleError, match="text 1: is in work already"):
+        batch.add(1, 3)
+    batch.log()
+    with pytest.raises(ScheduleError, match=r"text 1: was in work before \(ended\)"):
+        batch.scheduler.add(text)
+    with pytest.raises(ScheduleError, match="text 1: is not in work, so that it cannot be forked"):
+        batch.scheduler.fork(text, 2)
+    with pytest.raises(ScheduleError, match="pages have 4 rows; expected 8"):
+        Scheduler(Limits(1, 8, 8), batch.pool, batch.cache)
+    with pytest.raises(OptionError, match="slots is 0"):
+        Limits(0, 8, 8)
+    with pytest.raises(OptionError, match="prompt_share is 0 "):
+        Limits(1, 8, 8, prompt_share=0)
+
+
+def test_a_text_ends_when_the_rows_of_a_sequence_are_full() -> None:
+    batch = Batch(max_rows=12)
+    text = batch.add(1, 9, max_tokens=40)
+    batch.log()
+    assert len(text.made) == 4 and text.rows == 12 and text.reason == "length"
+
+
+def test_reports_that_fit_nothing_are_refused_and_change_nothing() -> None:
+    batch = Batch()
+    batch.step_until(batch.add(1, 2), 1)
+    step, second = batch.next(), batch.next()
+    assert isinstance(step, Step) and isinstance(second, Step) and isinstance(batch.next(), Idle)
+    with pytest.raises(ScheduleError, match="not the oldest in flight"):
+        batch.scheduler.done_step(second, {1: [1]}, {}, 0.1)
+    with pytest.raises(ScheduleError, match="text 1: made 0 tokens in 1 steps"):
+        batch.scheduler.done_step(step, {}, {}, 0.1)
+    with pytest.raises(ScheduleError, match="text 1: made 2 tokens in 1 steps"):
+        batch.scheduler.done_step(step, {1: [1, 2]}, {}, 0.1)
+    with pytest.raises(OptionError, match="seconds is -1"):
+        batch.scheduler.done_step(step, {1: [1]}, {}, -1)
+    with pytest.raises(ScheduleError, match="this read is not in flight"):
+        batch.scheduler.done_read(Read(Text(1, "a", (1, 2), 1), 0, 1, (), range(1)), 0.1)
+    batch.report()
+    assert len(batch.scheduler.texts[1].made) == 3
+
+
+def test_steps_of_a_submit_make_about_four_milliseconds() -> None:
+    scheduler = Batch().scheduler
+    assert [scheduler.steps_per_submit(s) for s in (0.0, 0.0001, 0.0005, 0.001, 0.0013, 0.002, 0.003, 0.1)] == [1, 8, 8, 4, 3, 2, 1, 1]
+    batch = Batch()
+    batch.add(1, 2, max_tokens=30)
+    counts = []
+    while not isinstance(action := batch.next(), Idle):
+        counts += [action.count] if isinstance(action, Step) else []
+        batch.report(step=0.001)
+    assert counts == [1, 4, 4, 4, 4, 4, 4, 4, 1], "the last one is no longer than the text"
+
+
+def test_memory_is_flat_over_many_texts() -> None:
+    batch = Batch(n_pages=8)
+    for text_id in range(300):
+        batch.add(text_id, 6, max_tokens=2, client=f"client {text_id}")
+        batch.log()
+    scheduler = batch.scheduler
+    assert not scheduler.texts and not scheduler._waiting and len(batch.cache) <= 8 and len(batch.cache._leaves) <= 80
