@@ -35,6 +35,10 @@ class FakeTimer:
     asked: list[tuple[int, int, int, bool, int]] = field(default_factory=list)
     opened: list[tuple[str, int, int]] = field(default_factory=list)
     factor: Callable[[int], float] = lambda number: 1.0
+    closed: bool = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def time(self, pp: int, tg: int, pl: int, *, shared: bool, depth: int) -> Times:
         self.asked.append((pp, tg, pl, shared, depth))
@@ -89,7 +93,7 @@ def test_the_table_is_that_of_llama_batched_bench(printed: Callable[..., str], t
         "|   512 |    100 |    4 |   2448 |    2.048 |  1000.00 |    1.000 |   400.00 |    3.048 |   803.15 |",
     ]
     assert lines[-1].startswith("build: ")
-    assert timer.opened == [("llama 0.1B Q4_0", 4, 2448)], "as much as the largest row needs"
+    assert timer.opened == [("llama 0.1B Q4_0", 4, 2448)] and timer.closed, "as much as the largest row needs"
     assert engine.loaded == [("demo-dense-Q4_K_M.gguf", None, 612, "auto")], "a sequence's rows"
     assert timer.asked == [(pp, 100, pl, False, 0) for pp in (128, 512) for pl in (1, 4) for _ in range(2)], "a warm-up and a run"
 
@@ -174,8 +178,8 @@ def test_a_gpu_is_warmed_up_for_a_second() -> None:
     assert len(times) == 3 and len(timer.asked) == 1 + 3 + 3, "once, for 1 s at 0.3 s each, and thrice"
     said: list[str] = []
     timer = FakeTimer()
-    measure(timer, BatchTest(8, 4, 2, 64, True), 2, cpu=True, note=said.append)
-    assert said == [f"2 x pp8+tg4 @ d64 shared: {what}" for what in ("warm-up", "run 1/2", "run 2/2")]
+    measure(timer, BatchTest(8, 4, 2, 0, True), 2, cpu=True, note=said.append)
+    assert said == [f"2 x pp8+tg4 shared: {what}" for what in ("warm-up", "run 1/2", "run 2/2")]
 
 
 def test_without_options_it_is_the_curve_of_1_to_64(printed: Callable[..., str], timer: FakeTimer) -> None:
@@ -199,6 +203,7 @@ def test_a_command_line_of_llama_batched_bench_runs_as_it_is(
         ("-npp 0", "-npp 0: expected at least 1; a sequence reads a token at least, and generates one"),
         ("-npl x", "-npl x: expected a number, a list as 128,256, or a range as 1-4, 0-8192+2048 or 1-512*2"),
         ("-npp 128 -ntg 72 -c 100", "-c 100: no row of the table fits, the smallest needs 200 rows of cache; raise -c"),
+        ("-pps -d 0,64", "-pps and -d exclude each other: keys and values of a prompt depend on what stands before it in its sequence"),
         ("-o xml", "-o xml: expected one of md, csv, json, jsonl, sql"),
         ("-npz 5", "No such option: -npz. Did you mean -npp? vkbench batch --help tells more"),
     ],

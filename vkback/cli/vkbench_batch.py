@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -61,7 +61,10 @@ class BatchTimer(Protocol):
     """Runs sequences of random tokens, each time from empty caches."""
 
     def time(self, pp: int, tg: int, pl: int, *, shared: bool, depth: int) -> BatchTimes:
-        """pl sequences behind `depth` rows each: every one reads pp tokens, then generates tg. shared: one prompt for all of them."""
+        """pl sequences behind `depth` rows each: every one reads pp tokens, then generates tg. shared: one prompt for all of them; their
+        depth is 0."""
+
+    def close(self) -> None: ...
 
 
 class OpenTimer(Protocol):
@@ -153,7 +156,7 @@ def batch(
         outputs = opened.enter_context(Outputs(BATCH, output, as_json, output_err, save, store, extra=extra, build=build, inputs=[path]))
         open_timer = timer_of_this_build()
         engine = opened.enter_context(load_engine(path, device, how))
-        timer = open_timer(engine, max(t.pl for t in tests), n_kv_max)
+        timer = opened.enter_context(closing(open_timer(engine, max(t.pl for t in tests), n_kv_max)))
         common = BatchResult(
             n_kv_max=n_kv_max,
             n_batch=max(BatchResult.n_batch, engine.ubatch),
@@ -216,7 +219,10 @@ def planned(
     for option, given in values.items():
         if 0 in given:
             raise UsageError(f"{option} 0: expected at least 1; a sequence reads a token at least, and generates one")
-    asked = [BatchTest(pp, tg, pl, d, shared) for d, pp, tg, pl in product(parse_values(depths, "-d"), *values.values())]
+    behind = parse_values(depths, "-d")
+    if shared and any(behind):
+        raise UsageError("-pps and -d exclude each other: keys and values of a prompt depend on what stands before it in its sequence")
+    asked = [BatchTest(pp, tg, pl, d, shared) for d, pp, tg, pl in product(behind, *values.values())]
     most = n_kv_max or max(test.n_kv for test in asked)
     kept = [test for test in asked if test.n_kv <= most]
     if not kept:
