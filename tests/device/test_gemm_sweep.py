@@ -35,7 +35,9 @@ from vkback.cli.tune_parts import of_model
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
 from vkback.ops.cooperative_matrix import matrix_shape
+from vkback.ops.family import FAMILIES
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.choice import PARAMS_READ
 from vkback.ops.op import OPS
 from vkback.program.fragments import fragments_hold
 from vkback.shader import ShaderLibrary
@@ -89,6 +91,7 @@ def test_what_is_passed_over_says_why() -> None:
         (GemmPoint("int_dot", tile_n=16), ""),
         (GemmPoint("f32", tile_n=16), ""),
         (TILES._replace(split_k=4), ""),
+        (TILES._replace(subnormals=True), ""),
         (TILES._replace(warp_m=48), MISFIT),
         (TILES._replace(tile_n=8, warp_n=8), MISFIT),  # matrices have 16 columns
         (TILES._replace(tile_n=512, warp_n=32), MISFIT),  # 32 subgroups of 64 x 32
@@ -109,6 +112,21 @@ def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
     ctx = planned_for(H200)
     large = TILES._replace(warp_m=128, warp_n=128)
     assert refusal(task_of(Q4_K, ctx), large, ctx, chosen=True) == ""
+
+
+def test_every_parameter_that_a_kernel_reads_is_in_reach() -> None:
+    assert GemmPoint._fields == tuple(FAMILIES["gemm"].set)
+    starts = [TILES, GemmPoint("coop_reg", 16, 16, warp_m=16, slice_k=8), GemmPoint("int_dot"), GemmPoint("f32", tile_n=8, rows=4)]
+    for start in starts:
+        found = [p._asdict().items() ^ start._asdict().items() for p in neighbours(start, planned_for(H200).caps)]
+        changed = {name for pairs in found for name, _ in pairs}
+        given = {"tile_n"} if start.kernel == "coop_reg" else set()  # by the number of tokens
+        assert changed == set(PARAMS_READ[start.kernel]) - given, start.kernel
+
+
+def test_weights_without_a_step_have_no_subnormals() -> None:
+    task = task_of(LinearProblem("F16", 4096, 4096, 512), planned_for(H200))
+    assert refusal(task, TILES._replace(subnormals=True), planned_for(H200)) == "subnormals = true would become false"
 
 
 def test_integer_dot_is_no_candidate_for_floats() -> None:
@@ -269,9 +287,9 @@ def test_where_kernels_cross_is_found_and_the_next_plan_knows_it(
     sweep, results = swept(device, library, tmp_path, problems)
     assert {r.sizes["n"]: r.after.kernel for r in results} == {4: "gemv", 14: "f32"}
     assert {r.sizes["n"]: r.kept for r in results} == {4: False, 14: True}
-    assert next(r for r in results if r.kept).after == GemmPoint("f32", tile_n=4), "the hill climb went along tile_n"
+    assert next(r for r in results if r.kept).after == GemmPoint("f32", tile_n=4, rows=4), "the hill climb went along tile_n"
     own = LowerContext(device.caps, Tuning.for_device(device.caps, user=tmp_path))
-    assert actual(task_of(problems[1], own), own)[0] == GemmPoint("f32", tile_n=4)
+    assert actual(task_of(problems[1], own), own)[0] == GemmPoint("f32", tile_n=4, rows=4)
     assert actual(task_of(problems[0], own), own)[0] == LINEAR
     tunable = sweep.tunable
     assert isinstance(tunable, Gemms)

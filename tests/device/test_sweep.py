@@ -33,7 +33,9 @@ from vkback.harness.cases import find_case
 from vkback.harness.lines import cases_of
 from vkback.harness.runner import reference_inputs
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.family import FAMILIES
 from vkback.ops.lowering import LowerContext
+from vkback.ops.matmul.linear_node import Path as ProductPath
 from vkback.ops.op import OPS
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
@@ -168,6 +170,45 @@ def test_a_model_s_gemvs_are_those_of_its_schedule() -> None:
 )
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
     assert refusal(point, Task(LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
+
+
+def test_points_have_every_parameter_that_the_family_declares() -> None:
+    ctx = planned_for(H200)
+    assert Point._fields == tuple(FAMILIES["gemv"].set) and set(axes(ctx.caps)) == set(Point._fields)
+    assert (A.wg, A.unroll, A.prefetch, A.scales, A.groups, A.subgroup) == (256, 4, "none", "weights", "per_tile", "default")
+    with pytest.raises(TypeError, match=r"gemv has the parameters wg, lanes, .*'row'"):
+        Point(256, row=2)
+    with pytest.raises(AttributeError, match="gemv has no parameter 'row'"):
+        A.row  # noqa: B018
+    for caps in (ctx.caps, planned_for("llvmpipe_mesa_22_debian12").caps):
+        for name, values in axes(caps).items():
+            assert values and not any(FAMILIES["gemv"].why_illegal(name, value) for value in values), name
+
+
+@pytest.mark.parametrize(
+    ("quant", "path", "scales", "in_shared"),
+    [
+        ("Q4_K", "int", {"weights"}, {False}),
+        ("Q4_K", "float", {"weights", "sums"}, {False}),
+        ("MXFP4", "float", {"weights", "sums", "levels", "levels_bfe"}, {False}),
+        ("F16", "float", {"weights"}, {False}),
+        ("IQ4_XS", "int", {"weights"}, {False, True}),  # whose codes lie in pairs on this device
+    ],
+)
+def test_how_weights_are_decoded_is_in_reach(quant: str, path: ProductPath, scales: set[str], in_shared: set[bool]) -> None:
+    """Where a type and a path have a choice; the others' points are refused before they are compiled."""
+    ctx = planned_for(H200)
+    task = Task(LinearProblem(quant, 4096, 4096, x="Q8_1" if path == "int" else "F32"), path)
+    start = actual(Point(256, 32, 2, 1), task, ctx)
+    tried = [start, *(p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, task, ctx))]
+    assert ({p.scales for p in tried}, {p.pairs_in_shared for p in tried}) == (scales, in_shared)
+
+
+def test_guesses_decode_weights_as_the_tables_do() -> None:
+    gemvs = object.__new__(ChainGemvs)
+    Gemvs.__init__(gemvs, planned_for("amd_rx_7900_xtx_radv"))
+    starts = gemvs.starts(Task(LinearProblem("MXFP4", 4096, 4096, x="F32"), "float"))
+    assert len(starts) > 2 and {p.scales for p in starts} == {"levels_bfe"}
 
 
 def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:

@@ -12,18 +12,22 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from vkback import quants
+from vkback.autotune.family_point import FamilyPoint, legal
 from vkback.autotune.points import CORE_REGISTERS
 from vkback.autotune.problem import LinearProblem
 from vkback.device import Capabilities, Device
 from vkback.graph import Node
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
+from vkback.ops.family import table_word
 from vkback.ops.lowering import LowerContext, PlanError
-from vkback.ops.matmul.choice import Kernel, ProductChoice, choose
+from vkback.ops.matmul.choice import PARAMS_READ, ProductChoice, choose
 from vkback.ops.matmul.linear_node import LinearNode, Path, path_for
 from vkback.ops.op import OPS
+from vkback.ops.workgroup import lanes_for
 from vkback.plan.planner import check_limits
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
@@ -38,45 +42,28 @@ OTHER_REGISTERS = 40
 
 MISFIT = "tiles, parts and matrices do not divide each other, or the device has too few threads or too little shared memory"
 
-NO_EFFECT = 1
-"""The value of a parameter that the kernel of a point does not have."""
 
+class GemmPoint(FamilyPoint, family="gemm"):
+    """A setting of every parameter of [[gemm]]; those that `kernel` does not read are neutral."""
 
-EFFECTIVE: dict[Kernel, tuple[str, ...]] = {
-    "gemv": ("kernel",),
-    "coop_mat": ("kernel", "tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k"),
-    "coop_reg": ("kernel", "tile_m", "tile_n", "warp_m", "slice_k"),
-}
-"""Parameters that have an effect, where these are not kernel and tile_n alone."""
-
-
-class GemmPoint(NamedTuple):
-    """A setting of every parameter of [[gemm]]; of parameters that `kernel` does not have NO_EFFECT."""
-
-    kernel: Kernel
-    tile_m: int = NO_EFFECT
-    tile_n: int = NO_EFFECT
-    step_k: int = NO_EFFECT
-    warp_m: int = NO_EFFECT
-    warp_n: int = NO_EFFECT
-    split_k: int = NO_EFFECT
-    slice_k: int = NO_EFFECT
+    __slots__ = ()
 
     @property
     def text(self) -> str:
         if self.kernel == "gemv":
             return "gemv"
+        subnormals = ", by subnormals" if self.subnormals else ""
         if self.kernel == "coop_reg":
-            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row"
+            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row{subnormals}"
         if self.kernel != "coop_mat":
-            return f"{self.kernel} {self.tile_n} columns"
+            return f"{self.kernel} {self.tile_n} columns" + (f", {self.rows} rows" if self.kernel == "f32" else "")
         parts = f", {self.split_k} parts" if self.split_k > 1 else ""
-        return f"coop_mat {self.tile_m}x{self.tile_n}x{self.step_k}, warp {self.warp_m}x{self.warp_n}{parts}"
+        return f"coop_mat {self.tile_m}x{self.tile_n}x{self.step_k}, warp {self.warp_m}x{self.warp_n}{parts}{subnormals}"
 
     @property
     def params(self) -> dict[str, Any]:
         """What a row says: the parameters that have an effect."""
-        return {name: getattr(self, name) for name in EFFECTIVE.get(self.kernel, ("kernel", "tile_n"))}
+        return {name: getattr(self, name) for name in ("kernel", *PARAMS_READ[self.kernel])}
 
 
 @dataclass(frozen=True)
@@ -166,22 +153,19 @@ def with_point(ctx: LowerContext, point: GemmPoint) -> LowerContext:
     return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"gemm": point.params}, "sweep"))
 
 
-def point_of(choice: ProductChoice) -> GemmPoint:
+def point_of(choice: ProductChoice, caps: Capabilities) -> GemmPoint:
     """What the planner made of the tables' choice."""
-    s = choice.shape
-    if s is None:
+    shape = choice.shape
+    if shape is None:
         return GemmPoint("gemv")
-    if s.kernel == "coop_reg":
-        return GemmPoint("coop_reg", s.tile_m, s.tile_n, warp_m=s.warp_m, slice_k=s.slice_k)
-    if s.kernel != "coop_mat":
-        return GemmPoint(s.kernel, tile_n=s.tile_n)
-    return GemmPoint("coop_mat", s.tile_m, s.tile_n, s.step_k, s.warp_m, s.warp_n, s.split_k)
+    cut = dataclasses.asdict(shape) | {"rows": shape.tile_m // (shape.subgroups * lanes_for(caps)[0])}
+    return GemmPoint(choice.kernel, **{name: cut[name] for name in PARAMS_READ[choice.kernel]})
 
 
 def actual(task: GemmTask, ctx: LowerContext) -> tuple[GemmPoint, str]:
     """The point that the tables of a context lead to, and the row it comes from."""
     choice = choose(LinearNode.of(task.node()), ctx)
-    return point_of(choice), choice.source
+    return point_of(choice, ctx.caps), choice.source
 
 
 def lowered(task: GemmTask, point: GemmPoint, ctx: LowerContext) -> list[Dispatch]:
@@ -198,7 +182,7 @@ def refusal(task: GemmTask, point: GemmPoint, ctx: LowerContext, *, chosen: bool
             return MISFIT
         for name, a, b in zip(GemmPoint._fields, point, got, strict=True):
             if a != b:
-                return f"{name} = {a} would become {b}"
+                return f"{name} = {table_word(a)} would become {table_word(b)}"
         if point.kernel in ("coop_mat", "coop_reg") and not chosen and (why := _too_large(point, task, caps)):
             return why
         dispatches = lowered(task, point, ctx)
@@ -233,11 +217,12 @@ def matrix_columns(caps: Capabilities) -> int:
     return matrix[1] if matrix else 1
 
 
-def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
+def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:
     """Values to try of each parameter of coop_mat. CPU drivers take long to compile large parts."""
     rows, columns, _ = matrix_shape(caps) or (16, 16, 16)
+    listed = {name: values for name, values in legal("gemm", {}).items() if name != "kernel" and name in PARAMS_READ["coop_mat"]}
     if caps.software:
-        return {
+        return listed | {
             "tile_m": (2 * rows, 4 * rows, 8 * rows),
             "tile_n": (columns, 2 * columns, 4 * columns),
             "step_k": (32, 64),
@@ -245,7 +230,7 @@ def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
             "warp_n": (columns, 2 * columns),
             "split_k": (1, 2),
         }
-    return {
+    return listed | {
         "tile_m": (32, 64, 128, 256),
         "tile_n": tuple(sorted({columns, 16, 32, 64, 128, 256})),
         "step_k": (32, 64, 128),
@@ -285,13 +270,15 @@ def guesses(task: GemmTask, caps: Capabilities) -> Iterator[GemmPoint]:
     yield GemmPoint("gemv")
     if task.matrices and task.problem.n <= 32 and task.problem.experts == "none":
         columns = 8 if task.problem.n <= 8 else 16 if task.problem.n <= 16 else 32
-        yield from (GemmPoint("coop_reg", m, columns, warp_m=warp_m, slice_k=k) for m, warp_m, k in REGISTERS[caps.software])
+        has_step = quants.quant(task.problem.quant).step_factor > 0  # subnormals save registers, which few subgroups have to spare
+        for m, warp_m, k in REGISTERS[caps.software]:
+            yield GemmPoint("coop_reg", m, columns, warp_m=warp_m, slice_k=k, subnormals=has_step)
     if task.matrices:
         yield from _matrix_guesses(task, caps)
     if task.path == "int":
         yield from (GemmPoint("int_dot", tile_n=n) for n in COLUMNS)
     if caps.software or task.path == "float":
-        yield from (GemmPoint("f32", tile_n=n) for n in COLUMNS)
+        yield from (GemmPoint("f32", tile_n=n, rows=4) for n in COLUMNS)
 
 
 def _matrix_guesses(task: GemmTask, caps: Capabilities) -> Iterator[GemmPoint]:
@@ -313,16 +300,20 @@ def _matrix_guesses(task: GemmTask, caps: Capabilities) -> Iterator[GemmPoint]:
 
 def neighbours(point: GemmPoint, caps: Capabilities) -> Iterator[GemmPoint]:
     """Of a point of matrices those that differ in one parameter, and those where tile and part, or two sides, change together. Of
-    "int_dot" and "f32" those with more or fewer columns. Of "gemv", which has nothing to change, narrow tiles of matrices, lest it win
-    against few of them."""
+    "int_dot" and "f32" those with more or fewer columns, of "f32" other rows, too. Of "gemv", which has nothing to change, narrow tiles of
+    matrices, lest it win against few of them."""
     if point.kernel == "gemv" and not caps.software and matrix_shape(caps) is not None:
         sides = itertools.product((1, 2), NARROW["tile_m"], NARROW["step_k"], NARROW["warp_m"], NARROW["split_k"])
         columns = matrix_columns(caps)
         yield from (GemmPoint("coop_mat", m, i * columns, k, warp_m, i * columns, parts) for i, m, k, warp_m, parts in sides)
     if point.kernel in ("int_dot", "f32"):
         yield from (point._replace(tile_n=n) for n in COLUMNS)
+    listed = legal("gemm", {"slice_k": (2, 16)})
+    if point.kernel == "f32":
+        yield from (point._replace(rows=rows) for rows in listed["rows"])
     if point.kernel == "coop_reg" and not caps.software:
-        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), (2, 4, 8, 12, 16)):
+        yield point._replace(subnormals=not point.subnormals)
+        for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), listed["slice_k"]):
             yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
     if point.kernel != "coop_mat":
         return

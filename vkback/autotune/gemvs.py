@@ -39,12 +39,15 @@ class Gemvs(ABC):
     def picked(self, task: Task, tables: Chooser) -> tuple[Point, str]:
         """The point that tables lead to, and the row it comes from."""
         choice = tables.pick("gemv", **task.match, decoder=quants.quant(task.problem.quant).decoder, **task.sizes)
-        return actual(Point(**{k: choice[k] for k in Point._fields}), task, task.context(self.ctx)), choice.source
+        return actual(Point(**choice.params), task, task.context(self.ctx)), choice.source
 
     def starts(self, task: Task) -> list[Point]:
         chosen = self.chosen(task)
         out = []
-        for point in (chosen.incumbent, chosen.present, *self.guesses(task, chosen.incumbent)):
+        # Guesses are about threads and loads: how weights are decoded, the tables know of the type.
+        decoding = {name: getattr(chosen.incumbent, name) for name in ("scales", "pairs_in_shared")}
+        guessed = (point._replace(**decoding) for point in self.guesses(task, chosen.incumbent))
+        for point in (chosen.incumbent, chosen.present, *guessed):
             with suppress(PlanError):
                 out.append(actual(point, task, task.context(self.ctx)))
         return list(dict.fromkeys(out))

@@ -13,7 +13,7 @@ from vkback.autotune.search import SweepError
 from vkback.paths import reason, write_atomic
 from vkback.shader import ShaderLibrary
 
-JOURNAL_FORMAT = 7
+JOURNAL_FORMAT = 8
 
 
 def kernel_identity(library: ShaderLibrary) -> str:

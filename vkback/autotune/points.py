@@ -11,15 +11,16 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 from vkback import quants
+from vkback.autotune.family_point import FamilyPoint, legal
 from vkback.autotune.problem import LinearProblem
 from vkback.device import Capabilities, Device
 from vkback.ops.dispatch import Dispatch, ceil_div
 from vkback.ops.family import FAMILIES, table_word
 from vkback.ops.lowering import Act, LowerContext, PlanError
-from vkback.ops.matmul.gemv import DEFAULT_SUBGROUP, PER_TILE, GemvConfig, LaneOrder, Prefetch, subgroup_for
+from vkback.ops.matmul.gemv import DEFAULT_SUBGROUP, PER_TILE, GemvConfig, subgroup_for
 from vkback.ops.matmul.linear_node import INT_QUANTS, Path, path_for
 from vkback.ops.op import OPS
 from vkback.plan.planner import check_limits
@@ -30,30 +31,27 @@ from vkback.tuning.lookup import Overrides
 REGISTER_WORDS = 96
 """Weights in flight a thread, 32-bit words: with sums, activations and addresses about what 255 registers hold; more spills."""
 
+ADJUSTED = frozenset({"prefetch", "x_in_shared", "groups", "subgroup"})
+"""Parameters that a kernel's `GemvConfig` has in another form than the tables, or that have an effect only with others."""
+
 CORE_REGISTERS = 64 << 10
 """32-bit registers of a core of today's GPUs (an NVIDIA multiprocessor, an AMD compute unit): what a workgroup has at most, weights and all
 else; a shape with 84 % of it in weights has won on an H200 (Q8_0, 54 words in each of 1024 threads)."""
 
 
-class Point(NamedTuple):
-    """A setting of every parameter of the family, as tables spell it."""
+class Point(FamilyPoint, family="gemv"):
+    """A setting of every parameter of [[gemv]]."""
 
-    wg: int
-    lanes: int
-    rows: int
-    unroll: int
-    prefetch: Prefetch = "none"
-    x_in_shared: bool = False
-    groups: int | Literal["per_tile"] = PER_TILE
-    subgroup: int | Literal["default"] = DEFAULT_SUBGROUP
-    lane_order: LaneOrder = "strided"
+    __slots__ = ()
 
     @property
     def text(self) -> str:
         parts = [f"{self.wg} threads", f"{self.lanes} lanes", f"{self.rows} rows", f"unroll {self.unroll}"]
         parts += [f"lanes {self.lane_order}"] if self.lane_order != "strided" else []
         parts += [f"prefetch {self.prefetch}"] if self.prefetch != "none" else []
+        parts += [f"scales of {self.scales}"] if self.scales != "weights" else []
         parts += ["x in shared memory"] if self.x_in_shared else []
+        parts += ["pairs in shared memory"] if self.pairs_in_shared else []
         parts += [f"{self.groups} groups"] if self.groups != PER_TILE else []
         parts += [f"subgroup {self.subgroup}"] if self.subgroup != DEFAULT_SUBGROUP else []
         return ", ".join(parts)
@@ -149,17 +147,14 @@ def _built(point: Point, dispatches: Sequence[Dispatch], task: Task, ctx: LowerC
     size, required = subgroup_for(ctx, point.subgroup)
     several = ctx.caps.subgroup_min != ctx.caps.subgroup_max
     held = several and required == point.subgroup == size != ctx.caps.subgroup_size
-    return Point(
-        got.wg,
-        got.lanes,
-        got.rows,
-        got.unroll,
-        prefetch=got.prefetch if loop_tiles or got.several_chunks else "none",
-        x_in_shared=point.x_in_shared and got.prologue == "copy" and not task.program,  # in a barrier-free program x always is
-        groups=point.groups if loop_tiles else PER_TILE,
-        subgroup=point.subgroup if held else DEFAULT_SUBGROUP,
-        lane_order=got.lane_order,
-    )
+    values = {name: getattr(got, name) for name in Point._fields if name not in ADJUSTED}
+    values |= {
+        "prefetch": got.prefetch if loop_tiles or got.several_chunks else "none",
+        "x_in_shared": point.x_in_shared and got.prologue == "copy" and not task.program,  # in a barrier-free program x always is
+        "groups": point.groups if loop_tiles else PER_TILE,
+        "subgroup": point.subgroup if held else DEFAULT_SUBGROUP,
+    }
+    return Point(**values)
 
 
 def refusal(point: Point, task: Task, ctx: LowerContext, *, chosen: bool = False) -> str:
@@ -196,21 +191,17 @@ def lowered(point: Point, task: Task, ctx: LowerContext) -> list[Dispatch]:
 
 
 def axes(caps: Capabilities) -> dict[str, tuple[Any, ...]]:
-    """Values to try of each parameter. Workgroup counts are multiples of the device's cores, where it tells them."""
-    cores = caps.shader_cores or 64
-    sizes = [s for s in (8, 16, 32, 64, 128) if caps.subgroup_required_size and caps.subgroup_min <= s <= caps.subgroup_max]
-    threads = (8, 16, 32, 64) if caps.software else (32, 64, 128, 256, 320, 384, 512, 640, 768, 1024)
-    return {
-        "wg": threads,
-        "lanes": (1, 2, 4, 8, 16) if caps.software else (8, 16, 32, 64, 128, 256),
-        "rows": (1, 2, 4, 8),
-        "unroll": (1, 2, 3, 4, 6, 8),
-        "prefetch": get_args(Prefetch),
-        "lane_order": get_args(LaneOrder),
-        "x_in_shared": (False,) if caps.software else (False, True),
-        "groups": (PER_TILE,) if caps.software else (PER_TILE, cores, 2 * cores, 4 * cores, 8 * cores),
-        "subgroup": (DEFAULT_SUBGROUP, *(s for s in sizes if len(sizes) > 1 and s != caps.subgroup_size)),
-    }
+    """Values to try of each parameter: those that the family lists, within what is worth trying. Workgroup counts are multiples of the
+    device's cores, where it tells them; subgroup sizes are those that it can be held to."""
+    cores, cpu = caps.shader_cores or 64, caps.software
+    found = legal("gemv", {"wg": (8, 64) if cpu else (32, 1024), "lanes": (1, 16) if cpu else (8, 256), "rows": (1, 8), "unroll": (1, 8)})
+    if cpu:  # its shared memory is the memory that x is in
+        found["x_in_shared"] = (False,)
+    found["groups"] = (PER_TILE,) if cpu else (PER_TILE, cores, 2 * cores, 4 * cores, 8 * cores)
+    able = [s for s in found["subgroup"] if s != DEFAULT_SUBGROUP and caps.subgroup_min <= s <= caps.subgroup_max]
+    able = able if caps.subgroup_required_size and len(able) > 1 else []
+    found["subgroup"] = (DEFAULT_SUBGROUP, *(s for s in able if s != caps.subgroup_size))
+    return found
 
 
 def neighbours(point: Point, choices: Mapping[str, Sequence[Any]]) -> Iterator[Point]:

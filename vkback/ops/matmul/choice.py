@@ -8,6 +8,7 @@ nodes.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -54,6 +55,15 @@ declare(
         "rows": (2, 4),  # weight rows of a thread (f32)
     },
 )
+
+PARAMS_READ: Mapping[Kernel, tuple[str, ...]] = {
+    "gemv": (),
+    "coop_mat": ("tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k", "subnormals"),
+    "coop_reg": ("tile_m", "tile_n", "warp_m", "slice_k", "subnormals"),
+    "int_dot": ("tile_n",),
+    "f32": ("tile_n", "rows"),
+}
+"""Parameters of [[gemm]] that have an effect on each kernel."""
 
 F16_TOLERANCE = Tolerance(
     1e-6, 0.02, "weights and activations rounded to f16 (relative error 2^-12 in the mean square of each: NMSE 1.2e-7), sums in f32"
