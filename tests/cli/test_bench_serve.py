@@ -7,6 +7,7 @@ import json
 import random
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from cli_kit import call
 from vkback.cli import vkbench
 from vkback.cli.shell import UsageError
 from vkback.cli.vkbench_client import Address, Client, Reply, RequestFailed, address_of
-from vkback.cli.vkbench_serve import Load, run_level
+from vkback.cli.vkbench_serve import Level, Load, run_level
 from vkback.report.serve_table import SERVE, percentiles
 
 Send = Callable[[bytes], Awaitable[None]]
@@ -294,6 +295,13 @@ def test_what_goes_wrong_is_counted_and_said(sent: bytes, said: str, server: Fak
     (row,) = json.loads(out)
     assert (row["requests"], row["done"], row["errors"], row["output_tokens"]) == (8, 4, 4, 12)
     assert err.startswith(f"vkbench: 1 client: 4 of 8 requests failed: {said}") and err.count("\n") == 1, "each kind once"
+
+
+def test_reasons_that_differ_in_a_number_do_not_fill_the_screen() -> None:
+    level = Level(2, [], Counter({"a stream was cut": 5, **{f"HTTP 400: {number} tokens": 1 for number in range(50)}}), 1.0)
+    lines = [*level.failure_lines()]
+    assert lines[0] == "2 clients: 5 of 55 requests failed: a stream was cut" and len(lines) == 5
+    assert lines[-1] == "2 clients: 47 of 55 requests failed: for other reasons"
 
 
 async def reset(server: FakeServer, asked: dict[str, Any], send: Send) -> None:

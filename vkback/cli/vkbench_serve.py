@@ -34,6 +34,9 @@ PER_CLIENT = 4
 
 WARMUP_TOKENS = 8
 
+SHOWN_REASONS = 4
+"""Why requests of a row failed, by the reasons that most have."""
+
 WORD_TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem hand part place case "
     "week company system program question work government number night point home water room mother area money story fact month lot "
@@ -94,6 +97,13 @@ class Level:
     def requests(self) -> int:
         return len(self.replies) + self.failures.total()
 
+    def failure_lines(self) -> Iterator[str]:
+        """How many requests failed for each reason; reasons beyond SHOWN_REASONS, which may differ in a number, together."""
+        shown = self.failures.most_common(SHOWN_REASONS)
+        others = self.failures.total() - sum(times for _, times in shown)
+        for said, times in [*shown, *([("for other reasons", others)] if others else [])]:
+            yield f"{clients_text(self.clients)}: {times} of {self.requests} requests failed: {said}"
+
 
 def serve(
     url: Annotated[str, typer.Option(help="Of a server of OpenAI's API, as vkback serve or llama-server.")] = "http://127.0.0.1:8080",
@@ -140,8 +150,8 @@ def serve(
             with StatusLine(wanted=not progress and output_err == "none") as status:
                 note = _noting(progress, status)
                 level = asyncio.run(run_level(load, count, requests or PER_CLIENT * count, warmup=warmup, note=note))
-            for said, times in level.failures.most_common():
-                print(f"vkbench: {clients_text(count)}: {times} of {level.requests} requests failed: {said}", file=sys.stderr, flush=True)
+            for line in level.failure_lines():
+                print(f"vkbench: {line}", file=sys.stderr, flush=True)
             if not level.replies:
                 nothing_done.append(count)
             outputs.row(
