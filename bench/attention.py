@@ -1,7 +1,7 @@
 """Times attention of prompts: the kernel of decoding against the blocked ones, with random queries and caches.
 
     python bench/attention.py [--heads 32x8x128,64x8x64] [--n 128,512] [--depth 0,4096] [--window 0] [--sinks]
-                              [--way decode,plain,matrix] [--cut 64x32/4,...] [--json FILE]
+                              [--kernel decode,plain,matrix] [--cut 64x32/4,...] [--json FILE]
 
 --heads N_HEADxN_HEAD_KVxHEAD_DIM. --depth: rows of the cache in use before the prompt. A --cut is TILE_QxTILE_KV/WARPS of plain and matrix;
 without one the tables say. One line a point: microseconds a launch (the best and the median of the repetitions, a barrier after each
@@ -174,9 +174,9 @@ class Operands:
 
 def variants(args: argparse.Namespace, tables: Tuning) -> Iterator[tuple[str, Overrides]]:
     """Ways and cuts with the tables that choose them."""
-    for kernel in args.way.split(","):
+    for kernel in args.kernel.split(","):
         for cut in args.cut.split(",") if args.cut and kernel != "decode" else [""]:
-            params: dict[str, Any] = {"way": kernel}
+            params: dict[str, Any] = {"kernel": kernel}
             if cut:
                 match = CUT.match(cut)
                 if not match:
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--depth", default="0,4096")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--sinks", action="store_true")
-    parser.add_argument("--way", default="decode,plain,matrix")
+    parser.add_argument("--kernel", default="decode,plain,matrix")
     parser.add_argument("--cut", default="")
     parser.add_argument("--seconds", type=float, default=0.3, help="of repetitions for each point")
     parser.add_argument("--json", type=Path)

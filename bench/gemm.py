@@ -1,6 +1,6 @@
 """Times the GEMM kernels with weights that rotate through more than the last cache, beside the device's math rate.
 
-    python bench/gemm.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--way coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
+    python bench/gemm.py [--quant Q4_K,Q8_0] [--shape 28672x512x4096] [--kernel coop_mat] [--cut 128x128x32/64x64x4+f/2,...] [--ids 128x8]
 
 A --cut is TILE_M x TILE_N x STEP_K, the part of a subgroup, with +f activations as fragments, and the parts of a split-K product; of
 coop_reg TILE_M x TILE_N x 32 / WARP_M x SLICE_K. One line a point: microseconds with a barrier after each launch (the best and the
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", default="Q4_K")
     parser.add_argument("--shape", default="28672x512x4096,4096x512x14336,6144x512x4096")
-    parser.add_argument("--way", default="coop_mat", choices=("coop_mat", "coop_reg", "int_dot", "f32"))
+    parser.add_argument("--kernel", default="coop_mat", choices=("coop_mat", "coop_reg", "int_dot", "f32"))
     parser.add_argument("--cut", default="")
     parser.add_argument("--ids", default="")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -216,13 +216,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device")
     args = parser.parse_args()
-    if args.way == "coop_reg" and not args.cut:
-        parser.error("--way coop_reg needs a --cut, such as --shape 28672x8x4096 --cut 16x8x32/16x4")
+    if args.kernel == "coop_reg" and not args.cut:
+        parser.error("--kernel coop_reg needs a --cut, such as --shape 28672x8x4096 --cut 16x8x32/16x4")
     library = ShaderLibrary()
     points: list[Point] = []
     with Device.open(args.device) as device:
         ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
-        math = measure_math_rate(device, library, args.way)
+        math = measure_math_rate(device, library, args.kernel)
         print(f"{device.caps.name}, driver {device.caps.driver_info}: {math.name} {math.tflops:.4g} TFLOPS", flush=True)
         experts, used = map(int, args.ids.split("x")) if args.ids else (0, 0)
         for quant in args.quant.split(","):
@@ -231,13 +231,13 @@ def main() -> None:
                 product = Product(device, library, quant, m, n, k, experts, used)
                 for cut in args.cut.split(",") if args.cut else [""]:
                     try:
-                        shape = cut_of(cut, args.way, device) if cut else default_shape(args.way, n, device.caps)
+                        shape = cut_of(cut, args.kernel, device) if cut else default_shape(args.kernel, n, device.caps)
                         us, median, wrong = product.time(shape, ctx, args.repetitions, args.overlap)
                     except (PlanError, DeviceError) as error:
                         print(f"{quant} {text} {cut}: {error}", flush=True)
                         continue
                     flops = 2 * m * n * max(used, 1) * k
-                    points.append(Point(quant, text, cut or "default", args.way, us, median, flops / us / 1e6, wrong))
+                    points.append(Point(quant, text, cut or "default", args.kernel, us, median, flops / us / 1e6, wrong))
                     print(points[-1].line(math), flush=True)
                 product.close()
         if args.json:

@@ -44,11 +44,11 @@ def kernel_params(kernel: GemmKernel, caps: Capabilities) -> dict[str, dict[str,
     if kernel == "coop_mat":
         s = default_shape(kernel, 64, caps)
         cut = {"tile_m": s.tile_m, "tile_n": s.tile_n, "step_k": s.step_k, "warp_m": s.warp_m, "warp_n": s.warp_n, "split_k": 1}
-        return {"gemm": {"kernel": kernel, **cut}, "attention": {"way": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
+        return {"gemm": {"kernel": kernel, **cut}, "attention": {"kernel": "matrix", "tile_q": 16, "tile_kv": 16, "warps": 2}}
     if kernel == "coop_reg":
         rows, columns, _ = default_shape("coop_mat", 64, caps).matrix
         cut = {"tile_m": 2 * rows, "tile_n": columns, "warp_m": rows, "slice_k": 2}
-        return {"gemm": {"kernel": kernel, **cut}, "attention": {"way": "plain"}}
+        return {"gemm": {"kernel": kernel, **cut}, "attention": {"kernel": "plain"}}
     return {"gemm": {"kernel": kernel}}
 
 

@@ -11,7 +11,7 @@ from gguf import GGUFWriter
 import vkback
 from vkback.cli.main import main
 from vkback.device import Device
-from vkback.gguf.tokenizer import PRE_TOKENIZERS
+from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
 from vkback.models import GgufFile, Model, Tokenizer
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.synth import SHAPES, synthesize, write_outline

@@ -28,8 +28,8 @@ from vkback.shader import ShaderLibrary
 OP = FlashAttnExt()
 CASES = list(OP.prompt_cases())
 KERNELS = {
-    "plain": {"way": "plain", "tile_q": 16, "tile_kv": 8, "warps": 1},
-    "matrix": {"way": "matrix", "tile_q": 64, "tile_kv": 32, "warps": 4},
+    "plain": {"kernel": "plain", "tile_q": 16, "tile_kv": 8, "warps": 1},
+    "matrix": {"kernel": "matrix", "tile_q": 64, "tile_kv": 32, "warps": 4},
 }
 OTHER_CUTS = (
     ("plain", {"tile_q": 8, "tile_kv": 4}),
@@ -82,7 +82,7 @@ def test_other_cuts(kernel: str, cut: dict[str, int], device: Device, kernels: S
 def test_through_shared_memory(device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """How GPUs without matrices run `plain`: several subgroups, threads that share a query, several queries a thread."""
     caps = dataclasses.replace(device.caps, device_type="discrete")
-    use = dataclasses.replace(with_params(ctx, way="plain", tile_q=32, tile_kv=4, warps=4), caps=caps)
+    use = dataclasses.replace(with_params(ctx, kernel="plain", tile_q=32, tile_kv=4, warps=4), caps=caps)
     for case in WITHOUT_SINKS:
         shape = prompt_shape(case.build().node, use)
         assert shape is not None and not shape.use_shuffles and shape.lanes > 1 and shape.warps > 1

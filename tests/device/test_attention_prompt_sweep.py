@@ -77,7 +77,7 @@ def test_points_are_refused_before_they_are_compiled(point: PromptPoint, said: s
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
     ctx, node = planned_for(profile), PromptTask(64, 8, 2, 64).node()
     starts = [actual(node, with_point(ctx, g)) for g in guesses(ctx.caps)]
-    assert {p.way for p in starts} == {"decode", "plain"} | ({"matrix"} if matrix_shape(ctx.caps) is not None else set())
+    assert {p.kernel for p in starts} == {"decode", "plain"} | ({"matrix"} if matrix_shape(ctx.caps) is not None else set())
     tried = {p for start in starts for p in neighbours(start, ctx.caps) if not refusal(node, p, ctx)}
     assert len(tried) >= 4
     sources = {
@@ -87,7 +87,7 @@ def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
     }
     for point in (*starts, *tried):
         assert not refusal(node, point, ctx)
-        assert lowered(node, point, ctx)[-1].kernel.source == sources[point.way]
+        assert lowered(node, point, ctx)[-1].kernel.source == sources[point.kernel]
 
 
 def test_the_sample_is_a_part_of_the_op_s_reference() -> None:
@@ -123,7 +123,7 @@ def test_rows_of_prompts_stand_beside_those_of_generation(device: Device, librar
     assert ({"max": 16}, 32, {"wg_size": 64}) in rows
     assert ({"min": 102, "max": 1024}, 32, MATRIX._replace(tile_kv=32)._asdict()) in rows
     assert ({"min": 17, "max": 101}, 32, MATRIX._asdict()) in rows
-    assert ({"min": 256, "max": 1024}, 64, {"way": "decode"}) in rows
+    assert ({"min": 256, "max": 1024}, 64, {"kernel": "decode"}) in rows
     assert len(rows) == 4
 
 
@@ -138,12 +138,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_every_kernel_of_the_device_is_tried_and_right(
     device: Device, library: ShaderLibrary, ctx: LowerContext, tmp_path: Path, clock: Clock
 ) -> None:
-    clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.way])
+    clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.kernel])
     told: list[str] = []
-    watcher = Watcher(point=lambda task, point, text: told.append(f"{point.way} {text}"))
+    watcher = Watcher(point=lambda task, point, text: told.append(f"{point.kernel} {text}"))
     sweep = Sweep(PromptAttention(device, library, ctx), DeviceTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
     (found,) = sweep.run([PromptTask(40, 4, 2, 64, 9, 0, True)])
-    assert not found.wrong and found.after.way == "decode" and found.kept
+    assert not found.wrong and found.after.kernel == "decode" and found.kept
     right = {text.split()[0] for text in told if text.endswith(" us")}
     assert right == {"decode", "plain"} | ({"matrix"} if matrix_shape(device.caps) is not None else set())
 
@@ -152,7 +152,7 @@ def test_every_kernel_of_the_device_is_tried_and_right(
 def test_a_model_s_prompt_is_tuned_beside_its_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
     monkeypatch.setattr("vkback.autotune.attention_prompts.neighbours", lambda point, caps: iter(()))
-    clock(lambda point: 8.0 + point.tile_q / 10 if point.way == "plain" else 50.0)
+    clock(lambda point: 8.0 + point.tile_q / 10 if point.kernel == "plain" else 50.0)
     code, text = tune("--op", "attention", "-m", "demo-dense", "-t", "64", "--budget", "30")
     assert code == 0, text
     assert "1 attentions of a prompt, 30 s" in text
@@ -161,4 +161,4 @@ def test_a_model_s_prompt_is_tuned_beside_its_token(monkeypatch: pytest.MonkeyPa
     assert "after:  plain 8 queries x 4 rows, 1 subgroups: 8.80 us, " in text
     (table,) = tmp_path.glob("device_*.toml")
     (row,) = load_table(table)
-    assert row.set == {"way": "plain", "tile_q": 8, "tile_kv": 4, "warps": 1} and row.match["n"] == {"min": 32, "max": 128}
+    assert row.set == {"kernel": "plain", "tile_q": 8, "tile_kv": 4, "warps": 1} and row.match["n"] == {"min": 32, "max": 128}

@@ -15,7 +15,10 @@ from vkback.api import ModelError
 from vkback.device import Device
 from vkback.engine.constraint import ConstraintError, JsonGrammar
 from vkback.engine.engine import Engine
-from vkback.gguf.tokenizer import BpeVocabulary, PreTokenizer, Tokenizer, TokenType
+from vkback.gguf.pre_tokenizers import PreTokenizer
+from vkback.gguf.token_types import TokenType
+from vkback.gguf.tokenizer import Tokenizer
+from vkback.gguf.vocabularies import BpeVocabulary
 from vkback.models import Model
 from vkback.ops.sampling.penalties import Penalties, PenaltiesOp
 from vkback.paths import builtin_model
@@ -156,6 +159,15 @@ def test_a_vocabulary_without_an_end_and_with_rows_to_spare() -> None:
         assert not constraint.ended
         constraint.take(token)
     assert constraint.ended
+
+
+def test_tokens_of_types_that_are_none_are_text() -> None:
+    """Files have zeros there."""
+    letters = list('{}":abcdefghijklmnopqrstuvwxyz')
+    vocabulary = BpeVocabulary(letters, [], PreTokenizer((".",)))
+    tokenizer = Tokenizer(vocabulary, letters, [0, 9] * 15, bos=None, eos_ids=[29], add_bos=False, strip_space=False)
+    constraint = JsonGrammar(tokenizer, 30).constraint({"type": "object"})
+    assert allows(constraint.mask(), 0) and not allows(constraint.mask(), 5)
 
 
 def test_a_token_that_may_not_come_is_an_error(grammar: JsonGrammar) -> None:

@@ -272,7 +272,7 @@ class Prompt(TokenCase):
                 "warp_n": columns,
                 "split_k": 1,
             },
-            "attention": {"way": "matrix", "tile_q": 8 * rows, "tile_kv": 32, "warps": 4},
+            "attention": {"kernel": "matrix", "tile_q": 8 * rows, "tile_kv": 32, "warps": 4},
         }
         ctx = super().context(device)
         return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, params, "the case's own parameters"), fragments=self.fragments)

@@ -438,7 +438,7 @@ def test_products_in_registers_wait_for_arrivals(before: int, n: int, device: De
             ("sentinel", "gemm", "product"),
         ):
             schedule_params = {"sync": sync, "pack": pack, "rope": rope}
-            params: dict[str, dict[str, Any]] = {"gemm": cut, "schedule": schedule_params, "attention": {"way": "decode"}}
+            params: dict[str, dict[str, Any]] = {"gemm": cut, "schedule": schedule_params, "attention": {"kernel": "decode"}}
             ctx = LowerContext(device.caps, Overrides(Tuning.for_device(device.caps), params, "test"))
             s = plan(model.graph(n + 1, N_CTX, head="all"), ctx)
             assert s.barrier_free == (set(range(2, len(s.stages))) if sync == "sentinel" else set())

@@ -59,6 +59,11 @@ def query(**changed: object) -> dict[str, object]:
     [
         ("[[gemv]", "[tuning] default.toml: not valid TOML: Expected ']]' at the end of an array declaration (at line 1, column 7)"),
         ("[[matvec]]", "[tuning] default.toml: unknown family 'matvec', expected one of argmax, attention"),
+        ("[[mat_vec]]", "[tuning] default.toml: unknown family 'mat_vec'; it is called [[gemv]] now, expected one of argmax"),
+        (
+            row('set = { way = "plain" }', family="attention"),
+            "[tuning] default.toml [[attention]] row 1: unknown parameter 'way'; it is called kernel now, expected one of groups",
+        ),
         ("[gemv]", "[tuning] default.toml: gemv must be rows, written [[gemv]]"),
         (row("set = { rows = 2 }", 'qant = "Q4_K"'), ROW + "unknown key 'qant', expected one of decoder, experts, glu, k, m, n,"),
         (row('quant = "Q4_K"'), ROW + "has no `set = { ... }`"),
@@ -288,6 +293,9 @@ def test_overrides_refuse_what_no_table_could_say(params: dict[str, Any], match:
     ("params", "says"),
     [
         ({"codes": "pairs"}, "test: codes=pairs: no parameter is called codes"),
+        ({"way": "plain"}, "test: way=plain: no parameter is called way; it is called kernel now"),
+        ({"kernel": "plane"}, "kernel=plane: plane is not legal, expected one of .*decode, plain, matrix.*"),
+        ({"kernel": "plane"}, "kernel=plane: plane is not legal, expected one of .*gemv, coop_mat, coop_reg, int_dot, f32"),
         ({"none_has_this": 1}, "test: none_has_this=1: no parameter is called none_has_this"),
         ({"lane_order": "zigzag"}, "test: lane_order=zigzag: zigzag is not legal"),
     ],

@@ -339,7 +339,7 @@ class LoadedModel:
     def ids(self, text: Prompt, *, start: bool) -> list[int]:
         """Token ids of a text, with the beginning-of-text token where the model wants it at the start; ids as they are."""
         if isinstance(text, str):
-            ids = self.tokenizer.encode(text, add_bos=None if start else False)
+            ids = self.tokenizer.encode(text, add_bos=None if start else False, add_end=False)  # for it goes on
         else:
             ids = given.token_ids("the prompt", text, self.n_vocab)
         if not ids:
@@ -361,7 +361,7 @@ class LoadedModel:
         )
         text = chat_template.render(chosen, messages, model=self.name, bos=bos, eos=eos)
         self.require_room(text)
-        return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, parse_special=True)
+        return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, add_end=False, parse_special=True)
 
     def require_room(self, text: Prompt) -> None:
         """Raises ContextLengthError for a text that is longer than the context whatever its tokens are: it need not be tokenized."""

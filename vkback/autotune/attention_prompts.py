@@ -52,21 +52,23 @@ SOFTWARE_LAUNCHES = 2
 
 
 class PromptPoint(NamedTuple):
-    """A setting of the parameters of [[attention]] for many tokens; for way "decode" the others have no effect."""
+    """A setting of the parameters of [[attention]] for many tokens; for kernel "decode" the others have no effect."""
 
-    way: Literal["decode", "plain", "matrix"]
+    kernel: Literal["decode", "plain", "matrix"]
     tile_q: int = NO_EFFECT
     tile_kv: int = NO_EFFECT
     warps: int = NO_EFFECT
 
     @property
     def text(self) -> str:
-        return self.way if self.way == "decode" else f"{self.way} {self.tile_q} queries x {self.tile_kv} rows, {self.warps} subgroups"
+        return (
+            self.kernel if self.kernel == "decode" else f"{self.kernel} {self.tile_q} queries x {self.tile_kv} rows, {self.warps} subgroups"
+        )
 
     @property
     def params(self) -> dict[str, Any]:
         """What a row says: the parameters that have an effect."""
-        return {"way": self.way} if self.way == "decode" else self._asdict()
+        return {"kernel": self.kernel} if self.kernel == "decode" else self._asdict()
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
 
 def neighbours(point: PromptPoint, caps: Capabilities) -> Iterator[PromptPoint]:
     """Points that differ in one parameter, and those where two change together or against each other."""
-    if point.way == "decode":
+    if point.kernel == "decode":
         return
     for name, values in axes(caps).items():
         for value in values:
@@ -308,7 +310,7 @@ class PromptAttention:
 
     def rows(self, results: Sequence[TuneResult[PromptPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone, beside the rows about generation, which stay."""
-        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "way" not in r.set]
+        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
         return stays + [row for form in _forms(results) for row in _rows_of(form, card)]
 
 

@@ -127,7 +127,7 @@ def generate(
     def while_weights_come(engine: Engine) -> None:
         check_ids(ids, engine.model.hp.n_vocab)
         if given_ids is None:
-            ids.extend(engine.tokenizer.encode(prompt))
+            ids.extend(engine.tokenizer.encode(prompt, add_end=False))
         if not ids:
             raise UsageError(f"-p {prompt!r} has no token in the vocabulary of {engine.description}; give another text")
         check_bias(added, engine.model.hp.n_vocab)

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.errors import VkbackError
-from vkback.gguf.tokenizer import Tokenizer, TokenType
+from vkback.gguf.token_types import TokenType
+from vkback.gguf.tokenizer import Tokenizer
 from vkback.ops.sampling.penalties import mask_words
 
 SPACE = r" |\n {0,24}|\n\t{0,8}"

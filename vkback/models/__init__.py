@@ -2,7 +2,8 @@
 
 from vkback.gguf.file import GgufError, GgufFile, GgufTensor
 from vkback.gguf.hparams import HParams
-from vkback.gguf.tokenizer import StreamDecoder, Tokenizer, TokenizerError
+from vkback.gguf.tokenizer import StreamDecoder, Tokenizer
+from vkback.gguf.vocabularies import TokenizerError
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.naming import model_description
 from vkback.models.registry import Model, read_hparams

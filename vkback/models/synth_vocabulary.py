@@ -14,7 +14,8 @@ from string import ascii_lowercase
 from gguf import GGUFWriter
 
 from vkback.gguf.spm import SPACE
-from vkback.gguf.tokenizer import TokenType, byte_letters
+from vkback.gguf.token_types import TokenType
+from vkback.gguf.vocabularies import byte_letters
 
 SPM = "spm"
 """The kind that is SentencePiece; all others are byte-level BPE with a pre-tokenizer of that name."""

@@ -31,7 +31,7 @@ TOKEN_KEYS = ("n", "rows")
 STAGES: Mapping[str, Mapping[str, Any]] = {
     "schedule": {"norm": "stage", "rope": "stage", "router": "stage", "sync": "barrier"},
     "gemm": {"kernel": "gemv"},
-    "attention": {"way": "decode"},
+    "attention": {"kernel": "decode"},
 }
 """Parameters that stay the same for any number of tokens, whatever the tables say."""
 

@@ -8,7 +8,7 @@ default.toml.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from vkback.events import TO_MEND, log
 from vkback.ops.family import FAMILIES, Choice, Chooser, Family, table_word
 from vkback.paths import tuning_root, user_tuning_root
 from vkback.tuning.row import Row, TuningError
-from vkback.tuning.table import check_match, check_parameter, load_table
+from vkback.tuning.table import check_match, check_parameter, load_table, renamed
 
 
 class Tuning:
@@ -154,12 +154,18 @@ def known_families() -> Mapping[str, Family]:
     return FAMILIES
 
 
-def fault_anywhere(key: str, value: Any, families: Iterable[Family]) -> str:
+def fault_anywhere(key: str, value: Any, families: Collection[Family]) -> str:
     """Why no family takes a parameter with this value; "" where one does."""
-    faults = [family.why_illegal(key, value) for family in families if key in family.set]
-    if not faults:
-        return f"no parameter is called {key}"
-    return faults[0] if all(faults) else ""
+    kinds = [family.set[key] for family in families if key in family.set]
+    if not kinds:
+        return f"no parameter is called {key}" + renamed(key, [name for family in families for name in family.set])
+    faults = [Family({}, {key: kind}).why_illegal(key, value) for kind in kinds]
+    if not all(faults):
+        return ""
+    # Families that list different values share the name: all of them could have been meant.
+    listed = [kind for kind in kinds if isinstance(kind, tuple)]
+    legal = tuple(dict.fromkeys(each for kind in listed for each in kind))
+    return Family({}, {key: legal}).why_illegal(key, value) if len(listed) == len(kinds) else faults[0]
 
 
 _told: set[Path] = set()

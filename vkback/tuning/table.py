@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ from vkback.tuning.row import INFINITY, Row, TuningError, Values, is_inside, ord
 
 FORMER_NAMES = {"mat_vec": "gemv", "mat_mul": "gemm"}
 """Names of families in tables that older builds wrote."""
+
+FORMER_PARAMETERS = {"way": "kernel"}
+"""Names of parameters in such tables."""
 
 DEVICE_KEYS = ("architecture", "driver", "mesa")
 RESERVED = (*DEVICE_KEYS, "row", "set", "measured")
@@ -173,10 +176,15 @@ def _legal(kind: MatchKind) -> str:
     return f"one of {', '.join(map(table_word, kind))}" if isinstance(kind, tuple) else "numbers from 0" if kind == "number" else "words"
 
 
+def renamed(key: str, known: Collection[str]) -> str:
+    """A hint for a parameter that has another name now, one of `known`; "" for others."""
+    return f"; it is called {FORMER_PARAMETERS[key]} now" if FORMER_PARAMETERS.get(key) in known else ""
+
+
 def check_parameter(where: str, known: Family, key: str, value: Any) -> None:
     """Raises TuningError for a parameter that a family does not have, or a value that is not legal."""
     if key not in known.set:
-        raise TuningError(f"{where}: unknown parameter {key!r}, expected one of {', '.join(sorted(known.set))}")
+        raise TuningError(f"{where}: unknown parameter {key!r}{renamed(key, known.set)}, expected one of {', '.join(sorted(known.set))}")
     if why := known.why_illegal(key, value):
         raise TuningError(f"{where}: {key} = {why}")
 

@@ -47,7 +47,7 @@ MAX_VALUES = 32
 """Values of a query, and as many of its sum, that a thread of `plain` holds on a GPU: two queries then take 128 registers."""
 
 PARAMS: dict[str, tuple[Any, ...] | Literal["positive"]] = {
-    "way": ("decode", "plain", "matrix"),  # the kernel of shaders/attention/decode/attention.comp, or which of these
+    "kernel": ("decode", "plain", "matrix"),  # the kernel of shaders/attention/decode/attention.comp, or which of these
     "tile_q": "positive",  # queries (token, head) of a workgroup, at most
     "tile_kv": (4, 8, 16, 32, 64, 128),  # rows of the cache in a block
     "warps": (1, 2, 4, 8, 16),  # subgroups of a workgroup
@@ -133,11 +133,11 @@ def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0, latent: b
     """The tables' choice, cut down to what the device has room for. `matrix` is `plain` where there are no matrices, and where V is neither
     as wide as K nor part of its rows. vd: width of V, 0: as K; latent: V is the first part of each row of K. None: decode."""
     vd, caps = vd or hd, ctx.caps
-    if choice["way"] == "matrix" and (latent or vd == hd):
+    if choice["kernel"] == "matrix" and (latent or vd == hd):
         shape = latent_shape(choice, hd, vd, caps, row_lanes(ctx)) if latent else matrix_kernel_shape(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
-    return None if choice["way"] == "decode" else plain_shape(choice, hd, caps, vd)
+    return None if choice["kernel"] == "decode" else plain_shape(choice, hd, caps, vd)
 
 
 def plain_shape(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptShape | None:
