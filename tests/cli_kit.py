@@ -27,7 +27,7 @@ class FakeTokenizer:
 
     eos_ids: frozenset[int] = frozenset()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_end: bool = True) -> list[int]:
         return list(text.encode())
 
     def stream(self) -> FakeStream:

@@ -143,7 +143,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[st
     class Stream:
         """Interrupts itself at its second piece, as the user's terminal does."""
 
-        result = SimpleNamespace(text="a b", finish_reason="stop")
+        result = SimpleNamespace(text="a b", finish_reason="stop", reasoning="")
         closed = False
 
         def __iter__(self) -> Iterator[Any]:
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[st
                 if text == " b":
                     signal.raise_signal(signal.SIGINT)
                     signal.raise_signal(signal.SIGINT)
-                yield SimpleNamespace(text=text)
+                yield SimpleNamespace(text=text, reasoning="")
 
         def close(self) -> None:
             signal.raise_signal(signal.SIGINT)  # while the device ends what it does

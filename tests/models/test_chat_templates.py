@@ -18,7 +18,7 @@ import pytest
 from processes import run_program
 
 from vkback.api import chat_template, template_process
-from vkback.api.chat_template import CHATML, PLAIN, ChatTemplateError, ChatTemplateWarning, render
+from vkback.api.chat_template import CHATML, PLAIN, ChatTemplateError, ChatTemplateWarning, Prompt, compose, render
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import LoadedModel, load
 from vkback.device import Device
@@ -32,6 +32,8 @@ MESSAGES = [
     {"role": "assistant", "content": "So"},
     {"role": "user", "content": "Then?"},
 ]
+
+USER = [{"role": "user", "content": "x"}]
 
 CASES: dict[str, tuple[str, str]] = {
     "plain": (PLAIN, "System:  Be brief. \nUser: Hé <b>you</b> & I\nAssistant: So\nUser: Then?\nAssistant:"),
@@ -107,9 +109,131 @@ def test_values_that_json_has_not_are_named() -> None:
         render(PLAIN, [{"role": "user", "content": "x", "further": object()}], model="m")
 
 
+def test_tools_documents_and_any_other_variable_reach_the_template() -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}({{ t.function.parameters | tojson }}){% endfor %}"
+        "{% for d in documents or [] %}[{{ d.title }}: {{ d.text }}]{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ level }}"
+        "{% endif %}"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    variables = {"tools": [tool], "documents": [{"title": "A", "text": "b"}], "enable_thinking": False, "level": 3}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [tool]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+    ]
+    made = compose(template, messages, model="m", variables=variables)
+    assert made == Prompt('add({"type": "object"})[A: b]x<add>4<think></think>3')
+    assert compose(template, messages[:2], model="m", variables={"level": 4}).text == "x<add>4", "calls that wait are not gone on with"
+    assert compose(template, USER, model="m", variables={"add_generation_prompt": False, "level": 3}).text == "x"
+
+
+PREFILLS = {
+    "plain": (CHATML, "So it", "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nSo it"),
+    "white space": (CHATML, "So ", "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nSo "),
+    "the text of another message": (CHATML, "x", "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nx"),
+    "a template that trims": ("{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}.{% endfor %}", "So ", "[user]x.[assistant]So"),
+    "a template that drops it": (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
+        "So ",
+        "xA:So ",
+    ),
+    "an empty one": (CHATML, "", "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"),
+}
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_a_last_message_of_the_assistant_is_gone_on_with(name: str) -> None:
+    template, begun, text = PREFILLS[name]
+    assert compose(template, [*USER, {"role": "assistant", "content": begun}], model="m") == Prompt(text, begun)
+
+
+def test_prefills_are_those_of_transformers() -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="transformers is not installed")
+    for name, (template, begun, text) in PREFILLS.items():
+        if begun and "drops" not in name:
+            chat = [*USER, {"role": "assistant", "content": begun}]
+            made, _ = utils.render_jinja_template([chat], chat_template=template, continue_final_message=True, tools=None, documents=None)
+            assert made == [text], name
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}"
+)
+LOSES_SYSTEM = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, LOSES_SYSTEM])
+def test_a_system_message_is_never_lost_nor_refused(template: str) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    assert compose(template, [system, *USER], model="m") == Prompt("[user]Be brief.\nx", moved_system=True)
+    assert compose(template, [{"role": "developer", "content": "Be brief."}, *USER], model="m").moved_system
+    assert compose(template, [system], model="m").text == "[user]Be brief."
+    assert compose(template, USER, model="m") == Prompt("[user]x")
+    assert compose(CHATML, [system, *USER], model="m") == Prompt(render(CHATML, [system, *USER], model="m"))
+
+
+def test_the_developer_is_the_system_where_a_template_does_not_know_it() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, *USER]
+    assert compose(PLAIN, messages, model="m").text == "System: Be brief.\nUser: x\nAssistant:"
+    own = "{% for m in messages %}{{ 'D' if m.role == 'developer' else m.role }}{% endfor %}"
+    assert compose(own, messages, model="m").text == "Duser"
+
+
+def test_a_template_that_reads_parts_alone_gets_them() -> None:
+    template = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+    messages: list[dict[str, Any]] = [
+        *USER,
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": [{"type": "text", "text": "y"}, "z"]},
+    ]
+    assert compose(template, messages, model="m").text == render(template, messages, model="m") == "x;;yz;"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([1], r"template_kwargs is \[1\], expected a dict"),
+        ({"messages": []}, "template_kwargs has messages, which the template has from the conversation and the model"),
+        ({"tools": {1}}, "as JSON has them: Object of type set"),
+    ],
+)
+@pytest.mark.vulkan
+def test_variables_that_cannot_be_are_named(model: LoadedModel, given: Any, says: str) -> None:
+    with pytest.raises(ChatTemplateError, match=says):
+        model.chat("x", template="plain", template_kwargs=given)
+
+
+@pytest.mark.vulkan
+def test_chat_tells_thoughts_and_answer_apart(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    forced = model.tokenizer.encode("<think>We add.</think>\n\n4", add_bos=False)
+    monkeypatch.setattr(model.engine, "generate", lambda *_, **__: (token for token in forced))
+    whole = model.chat("2+2", template="chatml", max_tokens=40)
+    assert (whole.reasoning, whole.text, whole.tokens) == ("We add.", "4", tuple(forced))
+    pieces = list(stream := model.stream_chat("2+2", template="chatml", max_tokens=40))
+    assert "".join(p.reasoning for p in pieces) == "We add." and "".join(p.text for p in pieces) == "4"
+    assert tuple(t for p in pieces for t in p.tokens) == tuple(forced) and stream.result.reasoning == "We add."
+    assert model.generate("2+2", max_tokens=40).text == "<think>We add.</think>\n\n4", "but not a text that goes on"
+    stopped = model.chat("2+2", template="chatml", max_tokens=40, stop="dd")
+    assert (stopped.reasoning, stopped.text) == ("We a", "")
+
+
+@pytest.mark.vulkan
+def test_the_reader_is_told_of_what_the_template_does(model: LoadedModel) -> None:
+    opened = model.chat_prompt("x", CHATML + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    assert opened.marks.inside == "</think>" and opened.text.endswith("<think>\n")
+    with pytest.warns(ChatTemplateWarning, match="no place for a system message"):
+        model.chat([{"role": "system", "content": "Be brief."}, *USER], template=NO_SYSTEM, max_tokens=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.chat([{"role": "system", "content": "Be brief."}, *USER], template=NO_SYSTEM, max_tokens=0)
+
+
 # --- bounds
 
-USER = [{"role": "user", "content": "x"}]
 CHARS = r"makes more than \d+ characters of messages that have 1; give one: --chat-template"
 MEMORY = "needs more than 512 MiB of memory"
 TIME = "takes more than 1 s"
@@ -261,11 +385,11 @@ def test_eos_token_is_the_file_s(model: LoadedModel, monkeypatch: pytest.MonkeyP
     seen: list[str] = []
     monkeypatch.setattr(LoadedModel, "tokenizer", tokenizer)
 
-    def render_noted(*_: Any, eos: str, **__: Any) -> str:
+    def compose_noted(*_: Any, eos: str, **__: Any) -> chat_template.Prompt:
         seen.append(eos)
-        return "x"
+        return chat_template.Prompt("x")
 
-    monkeypatch.setattr(chat_template, "render", render_noted)
+    monkeypatch.setattr(chat_template, "compose", compose_noted)
     model.chat_ids([{"role": "user", "content": "Hello"}], "plain")
     assert seen == [tokenizer.token_bytes(7, special=True).decode()]
 

@@ -11,19 +11,24 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Required, TypedDict
 
 from vkback.api import template_process
 from vkback.errors import VkbackError, did_you_mean
 
 
-class Message(TypedDict):
-    """role: "system", "user" or "assistant" (a template may know others). content: text, or parts of it as OpenAI's clients write them,
-    [{"type": "text", "text": ...}, ...]."""
+class Message(TypedDict, total=False):
+    """role: "system", "user" or "assistant" (a template may know others). content: text, None, or parts of it as OpenAI's clients write
+    them, [{"type": "text", "text": ...}, ...]. A template may know further keys."""
 
-    role: str
-    content: str | Sequence[Mapping[str, Any]]
+    role: Required[str]
+    content: str | Sequence[Mapping[str, Any]] | None
+    name: str
+    reasoning_content: str
+    tool_calls: Sequence[Mapping[str, Any]]
+    tool_call_id: str
 
 
 class ChatTemplateError(VkbackError):
@@ -142,11 +147,18 @@ def render(
     add_generation_prompt: bool = True,
     **variables: Any,
 ) -> str:
-    """The text of messages. model: who the errors are about; variables: those that only some templates know (`enable_thinking=False`).
+    """The text of messages, as the template makes it. model: who the errors are about; variables: those that only some templates know
+    (`enable_thinking=False`).
 
-    A template has 10 s, 512 MiB, and characters for four times the messages and 2^20 more.
+    A template has 10 s, 512 MiB, and characters for four times what it is given and 2^20 more.
     Raises ChatTemplateError naming a message that is none, or what the template said, or the bound that it met.
     """
+    given = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": add_generation_prompt, **variables}
+    return _render(template, conversation_of(messages), given, model)
+
+
+def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages whose content is one text. Raises ChatTemplateError naming one that is none."""
     if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
         raise ChatTemplateError(f"[chat] the messages are {messages!r}, expected a list, as [{{'role': 'user', 'content': 'Hello'}}]")
     conversation = []
@@ -160,22 +172,130 @@ def render(
         conversation.append(joined(message, f"message {i}"))
     if not conversation:
         raise ChatTemplateError("[chat] there are no messages; give at least one, as [{'role': 'user', 'content': 'Hello'}]")
-    variables = {
-        "messages": conversation,
-        "bos_token": bos,
-        "eos_token": eos,
-        "add_generation_prompt": add_generation_prompt,
-        "tools": None,
-        "documents": None,
-        **variables,
-    }
-    length = sum(len(message["content"]) for message in conversation)
-    chars = MESSAGE_TIMES * length + SPARE_CHARS
+    return conversation
+
+
+OWN_VARIABLES = ("messages", "bos_token", "eos_token")
+
+
+def variables_given(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables of a template, checked. Raises ChatTemplateError."""
+    if variables is None:
+        return {}
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise ChatTemplateError(f'[chat] template_kwargs is {variables!r}, expected a dict, name -> value, as {{"enable_thinking": False}}')
+    if taken := [name for name in OWN_VARIABLES if name in variables]:
+        raise ChatTemplateError(f"[chat] template_kwargs has {taken[0]}, which the template has from the conversation and the model")
+    return dict(variables)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as text, up to where the assistant goes on.
+
+    prefill       what it has of the assistant's message already
+    moved_system  the system message stands in the first one of the user, since the template has no place for it
+    """
+
+    text: str
+    prefill: str = ""
+    moved_system: bool = False
+
+
+def compose(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    model: str,
+    bos: str = "",
+    eos: str = "",
+    variables: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The text of messages, for the assistant to go on: with its next message, or the last one where that is its own.
+
+    What a template cannot have is given in another way: a system message, the role "developer", content as a text or in parts.
+    Raises ChatTemplateError as `render`.
+    """
+    conversation = conversation_of(messages)
+    given = {"bos_token": bos, "eos_token": eos, **(variables or {})}
+    if "developer" not in template:
+        conversation = [{**m, "role": "system"} if m["role"] == "developer" else m for m in conversation]
+    moved = conversation[0]["role"] == "system" and not _takes_system(template)
+    if moved:
+        conversation = _without_system(conversation)
+    last = conversation[-1]
+    if last["role"] != "assistant" or last.get("tool_calls"):
+        return Prompt(_render(template, conversation, {"add_generation_prompt": True, **given}, model), moved_system=moved)
+    prefill = last["content"]
+    if prefill:
+        marked = [*conversation[:-1], {**last, "content": f"{prefill}{_MARK} "}]
+        text = _render(template, marked, {**given, "add_generation_prompt": False}, model)
+        before, found, after = text.rpartition(_MARK)
+        if found:
+            return Prompt(before if after.startswith(" ") else before.rstrip(), prefill, moved)
+    # Templates that drop what was said, or tell the two roles apart by their turns.
+    text = _render(template, conversation[:-1] or [{"role": "user", "content": ""}], {"add_generation_prompt": True, **given}, model)
+    return Prompt(text + prefill, prefill, moved)
+
+
+_MARK = "\u2063vkback goes on here\u2063"
+"""Stands at the end of a message that is gone on with: no message has it."""
+
+
+def _without_system(conversation: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The system message in front of the text of the user's first one."""
+    system, *rest = conversation
+    at = next((i for i, m in enumerate(rest) if m["role"] == "user"), None)
+    if at is None:
+        return [{**system, "role": "user"}, *rest]
+    rest[at] = {**rest[at], "content": f"{system['content']}\n{rest[at]['content']}"}
+    return rest
+
+
+_NEEDLE = "vkback asks for this"
+_TRIED: Mapping[str, Any] = {"bos_token": "", "eos_token": "", "add_generation_prompt": True}
+
+
+def _tried(template: str, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _TRIED) -> str | None:
+    """What a template makes of messages; None where it fails."""
     try:
-        request = json.dumps({"template": template, "variables": variables, "chars": chars})
+        return _render(template, conversation, variables, "")
+    except ChatTemplateError:
+        return None
+
+
+@lru_cache(maxsize=32)
+def _takes_system(template: str) -> bool:
+    """Whether a system message comes out; so it is taken to be where not even the user's does."""
+    user = {"role": "user", "content": "Hello"}
+    found = _tried(template, [{"role": "system", "content": _NEEDLE}, user])
+    return (found is not None and _NEEDLE in found) or _tried(template, [user]) is None
+
+
+@lru_cache(maxsize=32)
+def _takes_parts_alone(template: str) -> bool:
+    """Whether content comes out in parts, and as a text does not."""
+    text = _tried_text(template, _NEEDLE)
+    if text is not None and _NEEDLE in text:
+        return False
+    parts = _tried_text(template, [{"type": "text", "text": _NEEDLE}])
+    return parts is not None and _NEEDLE in parts
+
+
+def _tried_text(template: str, content: Any) -> str | None:
+    found = _answer(template, [{"role": "user", "content": content}], _TRIED, SPARE_CHARS)
+    return found.get("text")
+
+
+def _render(template: str, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], model: str) -> str:
+    if "content" in template and _takes_parts_alone(template):
+        conversation = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in conversation]
+    try:
+        length = sum(_length(m) for m in conversation) + _length({k: v for k, v in variables.items() if k not in _TRIED})
     except (TypeError, ValueError, RecursionError) as e:
         raise ChatTemplateError(f"[chat] messages are text, numbers, lists and dicts, as JSON has them: {e}") from e
-    found = _renderer.answer(request)
+    chars = MESSAGE_TIMES * length + SPARE_CHARS
+    found = _answer(template, conversation, variables, chars)
     if "text" in found:
         return found["text"]
     why = {
@@ -184,6 +304,18 @@ def render(
         "time": f"takes more than {TIME_S:g} s; {GIVE_ONE}",
     }.get(found["why"], f"fails: {found.get('said')}")
     raise ChatTemplateError(f"[chat] {model}: its chat template {why}")
+
+
+def _length(given: Mapping[str, Any]) -> int:
+    """Characters of a message's content, and of all else as JSON. Raises what json does."""
+    content = given.get("content", "")
+    rest = {k: v for k, v in given.items() if k not in ("role", "content")}
+    return (len(content) if isinstance(content, str) else len(json.dumps(content))) + (len(json.dumps(rest)) if rest else 0)
+
+
+def _answer(template: str, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], chars: int) -> dict[str, str]:
+    given = {"tools": None, "documents": None, **variables, "messages": conversation}
+    return _renderer.answer(json.dumps({"template": template, "variables": given, "chars": chars}))
 
 
 class _Renderer:

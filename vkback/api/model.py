@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -21,6 +22,7 @@ from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ModelError, too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
+from vkback.api.reasoning import Marks, marks_of
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
@@ -132,6 +134,27 @@ def _builtin() -> str:
     return ", ".join(p.stem for p in paths.builtin_models())
 
 
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation, for the assistant to go on with.
+
+    ids           its tokens
+    text          what they are of
+    stops         strings that end the reply beside those requested
+    marks         how to tell thoughts and answer apart
+    moved_system  the system message stands in the user's, since the template has no place for it
+    """
+
+    ids: list[int]
+    text: str
+    stops: tuple[str, ...]
+    marks: Marks
+    moved_system: bool = False
+
+
+MOVED_SYSTEM = "the chat template has no place for a system message; it stands before the first message of the user"
+
+
 class LoadedModel:
     """A model on a device. Use as a context manager, or call `close`.
 
@@ -148,6 +171,7 @@ class LoadedModel:
         self._closed = False
         self._on_device: weakref.ref[Session] | None = None
         self._stream: weakref.ref[Stream] | None = None
+        self._told_of_system = False
         self.warm: set[tuple[bool, ...]] = set()
 
     # -- facts
@@ -191,10 +215,14 @@ class LoadedModel:
         """What is wrong with how that is written; "" if nothing is, or if there is none."""
         return chat_template.problem(self.template) if self.template is not None else ""
 
-    def chat_format(self, template: str | None = None) -> ChatFormat:
+    def chat_format(self, template: str | None = None, *, tools: bool = False) -> ChatFormat:
         """How a conversation becomes text: by a template, given by name or as text; without one by the file's own; the built-in models have
-        `plain`, and stop at "User:". Raises ChatTemplateError where there is none."""
-        return chat_template.format_of(template, self.template, model=self.name, builtin=self._builtin)
+        `plain`, and stop at "User:". tools: by the file's own for tools, if it has one. Raises ChatTemplateError where there is none."""
+        own = self.template
+        if tools:
+            found = self.engine.model.file.metadata.get(f"{TEMPLATE_KEY}.tool_use")
+            own = found if isinstance(found, str) else own
+        return chat_template.format_of(template, own, model=self.name, builtin=self._builtin)
 
     @cached_property
     def _builtin(self) -> bool:
@@ -241,17 +269,27 @@ class LoadedModel:
 
     @with_keywords
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` has the rest."""
-        return Session(self, lasting=False).chat(messages, template=template, **options)
+        return Session(self, lasting=False).chat(messages, template=template, template_kwargs=template_kwargs, **options)
 
     @with_keywords
     def stream_chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Stream:
         """As `chat`, piece by piece."""
-        return Session(self, lasting=False).stream_chat(messages, template=template, **options)
+        return Session(self, lasting=False).stream_chat(messages, template=template, template_kwargs=template_kwargs, **options)
 
     def session(self) -> Session:
         """An empty text that grows, may be saved, loaded and forked."""
@@ -346,22 +384,46 @@ class LoadedModel:
             raise ModelError(f"[model] {self.name}: {text!r} has no token; give another text")
         return ids
 
-    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
-        """Token ids of a conversation, or of one message of the user, up to where the assistant's next message begins.
+    def chat_prompt(
+        self, messages: str | Sequence[Mapping[str, Any]], template: str | None = None, variables: Mapping[str, Any] | None = None
+    ) -> ChatPrompt:
+        """A conversation, or one message of the user, as tokens, up to where the assistant goes on: with its next message, or with the last
+        one where that is its own. variables: of the template, as {"enable_thinking": False}, {"tools": [...]}.
 
-        Raises ChatTemplateError, and ContextLengthError where they cannot fit.
+        Nothing here needs the device, and any thread may call it. Raises ChatTemplateError, and ContextLengthError where it cannot fit.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        chosen = self.chat_format(template).template
+        variables = chat_template.variables_given(variables)
+        chosen = self.chat_format(template, tools=bool(variables.get("tools")))
+        bos, eos = self._spelled_ends
+        prompt = chat_template.compose(chosen.template, messages, model=self.name, bos=bos, eos=eos, variables=variables)
+        self.require_room(prompt.text)
+        ids = self.tokenizer.encode(
+            prompt.text, add_bos=False if bos and prompt.text.startswith(bos) else None, add_end=False, parse_special=True
+        )
+        marks = marks_of(chosen.template, prompt.text, prompt.prefill)
+        return ChatPrompt(ids, prompt.text, chosen.stops, marks, prompt.moved_system)
+
+    def warn_of_moved_system(self) -> None:
+        """Once."""
+        if not self._told_of_system:
+            self._told_of_system = True
+            warnings.warn(f"[chat] {self.name}: {MOVED_SYSTEM}", ChatTemplateWarning, stacklevel=4)
+
+    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
+        """The tokens of `chat_prompt`."""
+        return self.chat_prompt(messages, template).ids
+
+    @property
+    def _spelled_ends(self) -> tuple[str, str]:
+        """Texts of the tokens that begin and end a text, for templates."""
         tokenizer = self.tokenizer
         bos, eos = (
             "" if token is None else tokenizer.token_bytes(token, special=True).decode("utf-8", "replace")
             for token in (tokenizer.bos, tokenizer.eos_id)
         )
-        text = chat_template.render(chosen, messages, model=self.name, bos=bos, eos=eos)
-        self.require_room(text)
-        return tokenizer.encode(text, add_bos=False if bos and text.startswith(bos) else None, add_end=False, parse_special=True)
+        return bos, eos
 
     def require_room(self, text: Prompt) -> None:
         """Raises ContextLengthError for a text that is longer than the context whatever its tokens are: it need not be tokenized."""

@@ -51,20 +51,25 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream: text, and the tokens since the last piece. Part of a character, or of a possible stop string, is held back."""
+    """A piece of a stream: text, and the tokens since the last piece. Part of a character, or of a possible stop string, is held back.
+
+    reasoning  of a chat: a piece of what the model thinks before it answers
+    """
 
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
     """A whole generation.
 
-    text    of the tokens; empty where the model's file has no vocabulary
-    tokens  all that were made, an end-of-text token included, of which `text` has nothing
-    seed    gives it again
+    text       of the tokens; empty where the model's file has no vocabulary
+    tokens     all that were made, an end-of-text token included, of which `text` has nothing
+    seed       gives it again
+    reasoning  of a chat: what the model thought before it answered with `text`, without the marks around it
     """
 
     text: str
@@ -73,6 +78,7 @@ class Result:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()
     seed: int = 0
+    reasoning: str = ""
 
     def __str__(self) -> str:
         return self.text

@@ -11,6 +11,7 @@ from vkback.api import given
 from vkback.api.errors import too_long
 from vkback.api.given import Prompt
 from vkback.api.options import GenerateOptions, Options, with_keywords
+from vkback.api.reasoning import ReplyReader
 from vkback.api.result import Result
 from vkback.api.stream import Stream
 from vkback.engine.snapshot import Snapshot, StateError, differences, read_state, write_state
@@ -65,26 +66,41 @@ class Session:
 
     @with_keywords
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """The next message of the assistant; `stream_chat` has the parameters."""
-        return self.stream_chat(messages, template=template, **options).finished()
+        return self.stream_chat(messages, template=template, template_kwargs=template_kwargs, **options).finished()
 
     @with_keywords
     def stream_chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, template: str | None = None, **options: Unpack[GenerateOptions]
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Stream:
         """The whole conversation as `messages`, or one message of the user. Of the text that the session has, what the conversation begins
-        with is kept and not read again (`Timings.reused_tokens`).
+        with is kept and not read again (`Timings.reused_tokens`). If the last message is the assistant's, the reply goes on with it. What a
+        model thinks before it answers is in `reasoning` of pieces and result, not in `text`; not so with json_schema, which holds all.
 
-        template  a jinja2 template, or "plain" or "chatml", in the place of the file's own. The built-in models have none: without one
-                  they take `plain`, and stop at "User:"
+        template         a jinja2 template, or "plain" or "chatml", in the place of the file's own. The built-in models have none: without
+                         one they take `plain`, and stop at "User:"
+        template_kwargs  variables that the template knows, as {"enable_thinking": False} or {"tools": [...], "documents": [...]}
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
         checked = Options.of(options, self.model.n_vocab)
-        if stops := self.model.chat_format(template).stops:
-            checked = replace(checked, stop=(*checked.stop, *stops))
-        return self._stream_from("session.chat", self.model.chat_ids(messages, template), checked)
+        prompt = self.model.chat_prompt(messages, template, template_kwargs)
+        if prompt.moved_system:
+            self.model.warn_of_moved_system()
+        if prompt.stops:
+            checked = replace(checked, stop=(*checked.stop, *prompt.stops))
+        return self._stream_from("session.chat", prompt.ids, checked, None if checked.json_schema else ReplyReader(prompt.marks))
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
@@ -93,7 +109,7 @@ class Session:
         self.model.require_room(prompt)
         return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
 
-    def _stream_from(self, what: str, ids: list[int], checked: Options) -> Stream:
+    def _stream_from(self, what: str, ids: list[int], checked: Options, reader: ReplyReader | None = None) -> Stream:
         constraint = self.model.constraint(checked.json_schema)
         with self.model.using(what, self) as engine:
             self._check_room(len(ids))
@@ -103,7 +119,7 @@ class Session:
                 reused = 0
                 engine.rewind(0)
             self._tokens = ids
-            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint))
+            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, reader))
 
     def reset(self) -> None:
         """Forget the text."""

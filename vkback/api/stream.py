@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
+from vkback.api.reasoning import NO_MARKS, ReplyReader
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
 from vkback.engine.constraint import Constraint
 from vkback.engine.engine import Engine
@@ -38,16 +39,17 @@ class Stream(Iterator[Chunk]):
         using: Using,
         warm: set[tuple[bool, ...]],
         constraint: Constraint | None = None,
+        reader: ReplyReader | None = None,
     ) -> None:
         """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
-        kernels have run. constraint: what the text must be."""
+        kernels have run. constraint: what the text must be. reader: of a reply that has thoughts beside the answer."""
+        self._reader = reader or ReplyReader(NO_MARKS)
         self._warm = warm
         self._constraint = constraint
         self._engine, self._text, self._options, self._using = engine, text, options, using
         self._stops = StopStrings(options.stops)
         self._decoder = engine.tokenizer.stream()
         self._made: list[int] = []
-        self._shown: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._told = 0  # tokens that chunks have had
         self._finish: FinishReason | None = None
@@ -99,7 +101,8 @@ class Stream(Iterator[Chunk]):
     def result(self) -> Result:
         """All so far; finish_reason of a stream that has not come to its end is "closed"."""
         seed = self._options.seed
-        return Result("".join(self._shown), tuple(self._made), self._finish or "closed", self._timings, tuple(self._logprobs), seed)
+        made, logprobs = tuple(self._made), tuple(self._logprobs)
+        return self._reader.result(Result("", made, self._finish or "closed", self._timings, logprobs, seed))
 
     def finished(self) -> Result:
         """Run to the end."""
@@ -163,20 +166,26 @@ class Stream(Iterator[Chunk]):
                 if self._stops.found:
                     self._finish = "stop"
                     tokens.close()
-                    yield self._chunk(text)
+                    yield from self._chunk(text, last=True)
                     return
                 if text or not engine.model.has_text:
-                    yield self._chunk(text)
+                    yield from self._chunk(text)
         rest = self._stops.feed(self._decoder.flush())
         if not self._stops.found:
             rest += self._stops.flush()
-        if rest or self._told < len(self._made):
-            yield self._chunk(rest)
+        if rest or self._told < len(self._made) or self._reader.holds:
+            yield from self._chunk(rest, last=True)
 
-    def _chunk(self, text: str) -> Chunk:
-        self._shown.append(text)
+    def _chunk(self, text: str, *, last: bool = False) -> Iterator[Chunk]:
+        """None where the reader holds the text back."""
+        reasoning, answer = self._reader.feed(text)
+        if last:
+            more = self._reader.flush()
+            reasoning, answer = reasoning + more[0], answer + more[1]
+        elif text and not reasoning and not answer:
+            return
         first, self._told = self._told, len(self._made)
-        return Chunk(text, tuple(self._made[first:]), tuple(self._logprobs[first:]))
+        yield Chunk(answer, tuple(self._made[first:]), tuple(self._logprobs[first:]), reasoning)
 
     def _logprob(self, token: int, logits: npt.NDArray[np.float32], count: int) -> TokenLogprob:
         x = logits.astype(np.float64)

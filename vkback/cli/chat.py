@@ -48,6 +48,7 @@ from vkback.cli.shell import (
     unicode_text,
 )
 from vkback.errors import VkbackError
+from vkback.terminal import dim
 
 if TYPE_CHECKING:
     from vkback.api import GenerateOptions, LoadedModel, Stream, Timings
@@ -229,7 +230,8 @@ class Conversation:
         interrupted = show(stream, self.interrupts)
         result = stream.result
         self._last = result.timings
-        self.messages = [*asked, {"role": "assistant", "content": result.text}]
+        thoughts = {"reasoning_content": result.reasoning} if result.reasoning else {}
+        self.messages = [*asked, {"role": "assistant", "content": result.text, **thoughts}]
         if interrupted:
             print("vkback: the reply was ended by Ctrl-C", file=sys.stderr)
         elif result.finish_reason == "context":
@@ -270,8 +272,15 @@ class Conversation:
 
 
 def show(stream: Stream, interrupts: NotedInterrupts) -> bool:
-    """Print a reply as it comes; whether Ctrl-C ended it. The device is left to end what it does."""
+    """Print a reply as it comes, what the model thinks on stderr; whether Ctrl-C ended it. The device is left to end what it does."""
+    thinking = False
     for piece in stream:
+        if piece.reasoning:
+            thinking = True
+            print(dim(piece.reasoning, sys.stderr), end="", file=sys.stderr, flush=True)
+        if piece.text and thinking:
+            thinking = False
+            print("\n", file=sys.stderr, flush=True)
         print(piece.text, end="", flush=True)
         if interrupts.came:
             break

@@ -22,7 +22,7 @@ from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
 from vkback.engine.constraint import ConstraintError
 from vkback.errors import VkbackError
-from vkback.gguf.tokenizer import TokenizerError
+from vkback.gguf.vocabularies import TokenizerError
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 
 log = logging.getLogger("vkback.server")
