@@ -332,7 +332,7 @@ class Engine:
         """
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
         loop = loop_kind(sampler, constrained) if sampler else ""
-        self._check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
+        self.check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
         try_sync = bool(decode) and room and self._trial.due("logits") and bool(self._plans.token("logits").barrier_free)
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
@@ -454,12 +454,17 @@ class Engine:
         rows = len(snapshot.tokens)
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
-        self._check_ids(snapshot.tokens)
+        self.check_ids(snapshot.tokens)
         if wrong := self._state.misfit(snapshot.arrays, rows):
             raise EngineError(f"[engine] the state is of another model or type of cache: {wrong}")
         self.reset()
         self._state.upload(snapshot.arrays, rows)
         self._advance(snapshot.tokens)
+
+    def assume(self, tokens: Sequence[int]) -> None:
+        """The first rows of the caches hold these tokens: somebody has put them there. After `reset`; not for recurrent models."""
+        self.check_ids(tokens)
+        self._advance(tokens)
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """These tokens have gone through the model."""
@@ -482,7 +487,7 @@ class Engine:
     def prompt(self, tokens: Sequence[int]) -> None:
         """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context."""
         self._check_room(len(tokens), "prompt")
-        self._check_ids(tokens)
+        self.check_ids(tokens)
         self._catch_up()
         at = 0
         for done in self._prompts.run(tokens, self.n_past):
@@ -492,7 +497,7 @@ class Engine:
     def prompt_logits(self, tokens: Sequence[int]) -> Floats:
         """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
         self._check_room(len(tokens), "prompt")
-        self._check_ids(tokens)
+        self.check_ids(tokens)
         self._catch_up()
         out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
         for rows in self._prompts.logits(tokens, first):
@@ -504,12 +509,12 @@ class Engine:
     def decode_logits(self, token: int) -> Floats:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
-        self._check_ids([token])
+        self.check_ids([token])
         self._catch_up()
         self._try_sync()
         logits, timed_out = self._decode(token)
         if timed_out:
-            self._use_barriers(TIMED_OUT)
+            self.use_barriers(TIMED_OUT)
             logits, _ = self._decode(token)
         self._advance([token])
         return self._finite(logits)
@@ -528,10 +533,10 @@ class Engine:
             return self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())[0]
 
         if why := self._trial.fault("logits", "logits", timed_out=timed_out, found=lambda: logits, with_barriers=with_barriers):
-            self._use_barriers(why)
+            self.use_barriers(why)
 
-    def _use_barriers(self, why: str) -> None:
-        """Plan everything anew with a barrier between all stages."""
+    def use_barriers(self, why: str) -> None:
+        """Plan everything anew with a barrier between all stages; why: for the log."""
         self._token_programs.forget_programs()
         self._plans.use_barriers(why)
         self._token_programs.forget_timeouts()
@@ -557,8 +562,8 @@ class Engine:
         sampler = sampler or Sampler()
         kind = loop_kind(sampler, constraint is not None)
         self._check_room(n, "generation")
-        self._check_ids([first])
-        self._check_ids([id for id, _ in sampler.logit_bias])
+        self.check_ids([first])
+        self.check_ids([id for id, _ in sampler.logit_bias])
         # A generation that was left early may have put recurrent states ahead of n_past.
         self._catch_up()
         self._try_sync()
@@ -612,7 +617,7 @@ class Engine:
                 self._states_ahead = True
         # Go on from the last good token, with barriers.
         if timed_out:
-            self._use_barriers(TIMED_OUT)
+            self.use_barriers(TIMED_OUT)
             yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
 
     def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int], *, constrained: bool) -> None:
@@ -630,7 +635,8 @@ class Engine:
                 "load with a larger n_ctx (--ctx) or shorten it"
             )
 
-    def _check_ids(self, tokens: Sequence[int]) -> None:
+    def check_ids(self, tokens: Sequence[int]) -> None:
+        """Raises EngineError for an id that the vocabulary does not have."""
         vocab = self.model.hp.n_vocab
         for i, token in enumerate(tokens):
             if not 0 <= token < vocab:

@@ -197,6 +197,8 @@ class Scheduler:
         self.texts: dict[int, Text] = {}
         """Texts in work by id; one that has ended is no longer here when its pages are released."""
         self.preemptions = 0
+        self.most_steps = MAX_STEPS
+        """Of a submit; 1 where the host has to see every step."""
         self._arrivals = 0
         self._slots = list(range(min(limits.slots, limits.max_step_tokens)))
         heapify(self._slots)
@@ -207,8 +209,6 @@ class Scheduler:
         self._copies: deque[Copy] = deque()
         self._steps: deque[Step] = deque()
         """Those in flight, the oldest first."""
-        self._stepped: set[int] = set()
-        """Texts of the step that was given last."""
         self._reader: Text | None = None
         """The text that is read, or that has been read and waits for pages."""
         self._known = 0
@@ -461,7 +461,7 @@ class Scheduler:
 
     def _pages_to_run(self, text: Text) -> int:
         """Pages of a text with the rows of its first submit."""
-        return self.pool.pages_for(min(text.length - 1 + MAX_STEPS, text.most_rows))
+        return self.pool.pages_for(min(text.length + MAX_STEPS, text.most_rows))
 
     def _bring(self) -> Bring | None:
         if not self._kept or not self._slots or not self._room(0):
@@ -553,39 +553,26 @@ class Scheduler:
         ready = sorted((t for t in self._running.values() if t.left > 0), key=lambda t: t.arrival)
         if not ready:
             return None
-        count = min(self.steps_per_submit(self._step_seconds), max(t.left for t in ready))
+        count = min(self.most_steps, self.steps_per_submit(self._step_seconds), max(t.left for t in ready))
         needs = [self._need(text, count) for text in ready]
-        if sum(needs) > self.pool.available and len(ready) > 1 and not self._pages_come():
-            last = ready.pop()
-            if not last.submitted:
-                return self._keep(last)
+        if sum(needs) > self.pool.available:
+            # A text runs on in its column until the host takes it out, so that none can be left out of a step. What is in flight
+            # is reported first, which may free pages; then the last one makes room.
+            return None if self._steps else self._keep(ready[-1])
         columns = []
-        short = False
-        for text, need in zip(ready, needs, strict=False):
-            if text.submitted and text.id not in self._stepped:
-                continue
-            if need:
-                short = short or need > self.pool.available
-                if short:
-                    continue
-                text.pages += self.pool.take(need)
+        for text, need in zip(ready, needs, strict=True):
+            text.pages += self.pool.take(need)
             steps = min(count, text.left)
             text.submitted += steps
             columns.append(Column(text, text.slot, steps))
-        if not columns:
-            return None
         step = Step(tuple(columns), max(c.steps for c in columns))
-        self._stepped = {c.text.id for c in columns}
         self._steps.append(step)
         return step
 
     def _need(self, text: Text, count: int) -> int:
-        """Pages that a text lacks for so many more steps."""
-        return self.pool.pages_for(text.rows + text.submitted + min(count, text.left)) - len(text.pages)
-
-    def _pages_come(self) -> bool:
-        """Whether a text in flight ends with it, or has ended, so that pages come back without a preemption."""
-        return any(c.text.state is State.ENDED or c.text.left <= 0 for step in self._steps for c in step.columns)
+        """Pages that a text lacks for so many more steps, and for the row after these, which the device looks up at the end of the last."""
+        rows = text.rows + text.submitted + min(count, text.left)
+        return self.pool.pages_for(min(rows + 1, text.most_rows)) - len(text.pages)
 
 
 def _smooth(before: float | None, latest: float) -> float:

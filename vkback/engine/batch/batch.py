@@ -1,0 +1,492 @@
+"""Many texts of one model at once: what the scheduler decides (vkback/engine/batch/scheduler.py), done on the device.
+
+A Batch works over the weights of an Engine, whose own cache holds one sequence: prompts are read into that one, piece by piece, and copied
+into pages. Steps of all running texts are submitted ahead of the host, as the token loop of one text is. The Engine must not be used
+otherwise while a Batch works.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.checks import whole, wrong
+from vkback.engine.barrier_trial import TIMED_OUT
+from vkback.engine.batch.caches import PagedCaches
+from vkback.engine.batch.pages import PagePool, PrefixCache
+from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Copy, Idle, Keep, Limits, Read, Scheduler, Step, Text
+from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
+from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
+from vkback.engine.constraint import Constraint
+from vkback.engine.engine import Engine, EngineError
+from vkback.engine.sampler import Sampler
+from vkback.models.builder import Paging
+from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
+from vkback.ops.sampling.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
+
+Floats = npt.NDArray[np.float32]
+
+PAGE = 64
+"""Rows of a page: as many as a workgroup of attention reads at once, so that a chunk of rows is in two pages at most."""
+
+MEMORY_SHARE = 0.5
+"""Of the free memory that pages take unless somebody says how many: activations of steps and prompts need some, and so do others."""
+
+SEQUENCES = 64
+"""Sequences that run at once, unless somebody asks for fewer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to make.
+
+    tokens       its prompt, at least one
+    max_tokens   at most so many are made
+    sampler      how they are picked
+    stop_at_eos  it ends at an end-of-text token, which is the last one made
+    client       whose it is; clients take turns
+    logits       the caller wants the logits that each token was picked from, which costs speed
+    constraint   what the text must be; steps then wait for the host
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    sampler: Sampler = field(default_factory=Sampler)
+    stop_at_eos: bool = True
+    client: str = ""
+    logits: bool = False
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What became of a text since it was last heard of. reason: why it ended ("eos", "length", "cancelled", "nan"); "": it goes on.
+    logits: of each token, F32 [n_vocab], where they were asked for."""
+
+    id: int
+    tokens: tuple[int, ...]
+    reason: str = ""
+    logits: tuple[Floats, ...] = ()
+
+
+@dataclass(eq=False)
+class _Work:
+    """A request, and what the device knows of it. column: of its steps, -1: none. pages: entries of the page table that are written.
+    seen: steps of its loop that were reported. begun: its prompt is in the staging cache, in part."""
+
+    request: Request
+    text: Text
+    column: int = -1
+    pages: int = 0
+    seen: int = 0
+    begun: bool = False
+    kept: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Submitted:
+    """A step that the scheduler gave. flight: None where all of its texts had ended before it could be submitted."""
+
+    action: Step
+    flight: Flight | None
+    began: float
+
+
+@dataclass
+class Counters:
+    """steps: of all columns at once; columns: of all steps; tokens: made; preempted: texts."""
+
+    steps: int = 0
+    columns: int = 0
+    tokens: int = 0
+    read: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "prompts": 0.0})
+
+
+class Batch:
+    """Use as a context manager, or `close` it. Not for several threads at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        sequences: int = SEQUENCES,
+        rows: int | None = None,
+        max_rows: int | None = None,
+        page: int = PAGE,
+        prompt_share: float = 1 / 3,
+        pinned: bool = False,
+    ) -> None:
+        """Takes memory for the pages.
+
+        sequences  most that run at once
+        rows       of all sequences together, default: as many as each of them may have, or half of the memory that is left
+        max_rows   of one sequence, default and at most: the engine's context
+        prompt_share  most share of the time that prompts take while texts run
+        pinned     every step has the class of `sequences` columns, so that a text's bits do not depend on how many others run
+        """
+        sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
+        if sequences > CLASSES[-1]:
+            raise wrong("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", "batch")
+        if engine.model.architecture.recurrent:
+            raise EngineError(
+                f"[batch] {engine.model.file.path}: {engine.model.architecture.name} keeps recurrent states, which a batch has no place "
+                "for. Run its texts one after another"
+            )
+        self.engine, self.device = engine, engine.device
+        self.max_rows = min(max_rows or engine.n_ctx, engine.n_ctx)
+        max_pages = -(-self.max_rows // page)
+        if engine.n_ctx % page:
+            engine.resize(-(-engine.n_ctx // page) * page)
+        n_pages = -(-rows // page) if rows else self._pages_that_fit(sequences * max_pages, page)
+        self.paging = Paging(page, n_pages, sequences, max_pages)
+        self.pool = PagePool(n_pages, page)
+        self.prefixes = PrefixCache(self.pool)
+        self.limits = Limits(
+            slots=sequences,
+            page=page,
+            max_rows=self.max_rows,
+            max_step_tokens=sequences,
+            piece=min(engine.ubatch, engine.n_ctx),
+            prompt_share=prompt_share,
+        )
+        self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
+        self.counters = Counters()
+        self._pinned = pinned
+        self._caches = PagedCaches(engine, self.paging)
+        try:
+            self._state = BatchState(self.device, class_of(sequences), self.paging)
+        except BaseException:
+            self._caches.close()
+            raise
+        self._programs = StepPrograms(engine, self._caches, self._state)
+        self._edits = Edits()
+        self._works: dict[int, _Work] = {}
+        self._columns: list[_Work | None] = [None] * class_of(sequences)
+        self._flying: deque[_Submitted] = deque()
+        self._made: list[Update] = []
+        self._ids = count()
+        self._last_done = 0.0
+        engine.reset()
+
+    def _pages_that_fit(self, wanted: int, page: int) -> int:
+        """As many of the wanted pages as half of the free memory holds, and as one buffer can be bound of a cache."""
+        sizes = PagedCaches.page_bytes(self.engine, page)
+        fit = min(int(self.device.free_memory() * MEMORY_SHARE) // sum(sizes), self.engine.ctx.caps.max_storage_buffer_range // max(sizes))
+        if fit < 2:
+            raise EngineError(
+                f"[batch] {self.device.free_memory()} bytes are free, pages of {page} rows take {sum(sizes)} bytes each; expected two; "
+                "load with a smaller context (--ctx)"
+            )
+        return min(wanted, fit)
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._programs.close()
+        self._state.arena.destroy()
+        self._caches.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._flying or self._made or self.scheduler.texts)
+
+    def add(self, request: Request) -> int:
+        """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit."""
+        self.engine.check_ids(request.tokens)
+        self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
+        text = Text(next(self._ids), request.client, tuple(request.tokens), request.max_tokens)
+        self.scheduler.add(text)
+        self._works[text.id] = _Work(request, text)
+        return text.id
+
+    def cancel(self, id: int, reason: str = "cancelled") -> None:
+        """End a text here; its pages are free within a step."""
+        work = self._works.get(id)
+        if work is not None and self.scheduler.cancel(id, reason):
+            self._leave(work, reason, ())
+
+    def advance(self) -> list[Update]:
+        """Do the next thing, which may be to wait for a step, and say what came of it."""
+        while len(self._flying) < self.limits.in_flight and not (self._flying and self._host_sees_every_step):
+            self.scheduler.most_steps = 1 if self._host_sees_every_step else MAX_STEPS
+            action = self.scheduler.next()
+            if isinstance(action, Idle):
+                break
+            self._do(action)
+            if not isinstance(action, Step):
+                break  # so that steps that are done do not wait for more than one read
+        if self._flying:
+            self._collect()
+        made, self._made = self._made, []
+        return made
+
+    def run(self) -> list[Update]:
+        """All that comes until nothing is left to do."""
+        found: list[Update] = []
+        while self.busy:
+            found += self.advance()
+        return found
+
+    def read_prompts(self) -> None:
+        """With `prompt_share` 1: read the prompts of all texts in work, as far as there are slots, and submit their first step."""
+        action: Action | None = None
+        while not isinstance(action, Step | Idle):
+            action = self.scheduler.next()
+            if not isinstance(action, Idle):
+                self._do(action)
+
+    def prepare(self, columns: Sequence[int] = (), sampler: Sampler | None = None) -> None:
+        """Compile and record what steps of so many columns need, default: all there may be."""
+        kind = Kind(greedy=sampler is None or sampler.greedy, penalties=sampler is not None and sampler.penalizes)
+        most = class_of(self.limits.slots)
+        for n in columns or [most] if self._pinned else columns or [n for n in CLASSES if n <= most]:
+            if not self._programs.ready(class_of(n), kind) and not self._flying and not any(self._columns):
+                self._programs.prepare(class_of(n), kind)
+
+    # What the scheduler decides
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Step):
+            self._submit(action)
+        elif isinstance(action, Read):
+            self._read(action)
+        elif isinstance(action, Keep):
+            self._drain()
+            work = self._works[action.text.id]
+            work.kept = [self._caches.download([page]) for page in action.pages]
+            self._take_out(work)
+        elif isinstance(action, Bring):
+            self._bring(action)
+        elif isinstance(action, Copy) and action.from_page >= 0:
+            self._caches.copy([action.from_page], [action.to_page])
+
+    def _read(self, action: Read) -> None:
+        self._drain()
+        text, work = action.text, self._works[action.text.id]
+        began = time.perf_counter()
+        before = self.engine.compiled.seconds
+        if not work.begun:
+            work.begun = True
+            self.engine.reset()
+            if action.matched:
+                self._caches.stage(action.matched, range(len(action.matched)))
+                self.engine.assume(text.tokens[: action.first])
+        self.engine.prompt(text.tokens[action.first : action.first + action.count])
+        if action.store:
+            self._caches.store(action.store, [text.pages[i] for i in action.store])
+        seconds = time.perf_counter() - began - (self.engine.compiled.seconds - before)
+        self.counters.read += action.count
+        self.counters.seconds["prompts"] += seconds
+        self.scheduler.done_read(action, max(seconds, 0.0))
+
+    def _bring(self, action: Bring) -> None:
+        work = self._works[action.text.id]
+        for i in action.restore:
+            self._caches.upload([action.text.pages[i]], work.kept[i])
+        work.kept = []
+
+    def _submit(self, action: Step) -> None:
+        works = self._in(action)
+        if class_of(max(w.column for w in works) + 1) > class_of(len(works)):
+            # Fewer columns would do: texts move together once it is known where they are, and which have ended.
+            self._drain()
+            works = self._in(action)
+            for work in works:
+                self._take_out(work)
+        if not works:
+            self._flying.append(_Submitted(action, None, time.perf_counter()))
+            return
+        kind = Kind()
+        for work in works:
+            kind |= self._kind_of(work)
+            self._place(work)
+            self._give_pages(work)
+        most = max((w.column for w in works), default=0) + 1
+        columns = class_of(self.limits.slots) if self._pinned else class_of(most)
+        if not self._programs.ready(columns, kind):
+            self._drain()  # whose time would hold that of compilers
+            self._programs.record(columns, kind, action.count)
+        if kind.masked:
+            self._upload_masks(works)
+        began = time.perf_counter()
+        flight = self._programs.submit(columns, kind, action.count, self._edits)
+        self._flying.append(_Submitted(action, flight, began))
+        self.counters.steps += action.count
+        self.counters.columns += sum(c.steps for c in action.columns)
+
+    def _in(self, action: Step) -> list[_Work]:
+        """The texts of a step that have not ended."""
+        return [self._works[c.text.id] for c in action.columns if c.text.id in self._works]
+
+    def _kind_of(self, work: _Work) -> Kind:
+        request = work.request
+        masked = request.constraint is not None
+        return Kind(request.sampler.greedy, request.sampler.penalizes or masked, masked, request.logits)
+
+    @property
+    def _host_sees_every_step(self) -> bool:
+        """Whether the next step needs what the last one made: a constraint's mask, or logits that the next would overwrite."""
+        return any(w.request.constraint or w.request.logits for w in self._works.values())
+
+    # Columns
+
+    def _place(self, work: _Work) -> None:
+        """Give a text that has none a column, and its slot a loop that begins where the text stands."""
+        if work.column >= 0:
+            return
+        text, request, put, word = work.text, work.request, self._edits.put, self._state.word
+        column = self._columns.index(None)
+        self._columns[column], work.column = work, column
+        row, page = text.rows, self.paging.page
+        values = {
+            "tokens": text.tokens[-1],
+            "pos": row,
+            "rows": text.pages[row // page] * page + row % page,
+            "slots": text.slot,
+            "draws": 1,
+        }
+        for name, value in values.items():
+            put(word(name, column), value)
+        sampler = request.sampler
+        eos = sorted(self.engine.model.tokenizer.eos_ids) if request.stop_at_eos and self.engine.model.has_text else []
+        loop = np.zeros(LOOP_RING, np.int32)
+        loop[LOOP_LIMIT] = text.limit - len(text.made)
+        params: tuple[Any, ...] = (sampler.temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
+        loop[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
+        loop[LOOP_EOS : LOOP_EOS + len(eos)] = eos
+        for i, value in enumerate(loop.tolist()):
+            put(word("loops", text.slot * LOOP_WORDS + i), value)
+        work.seen = work.pages = 0
+        if sampler.penalizes or request.constraint is not None:
+            self._upload_penalties(work)
+
+    def _give_pages(self, work: _Work) -> None:
+        """Entries of the page table that the device does not have yet."""
+        first = work.text.slot * self.paging.max_pages
+        for i in range(work.pages, len(work.text.pages)):
+            self._edits.put(self._state.word("pages", first + i), work.text.pages[i])
+        work.pages = len(work.text.pages)
+
+    def _take_out(self, work: _Work) -> None:
+        """Make a text's column a hole."""
+        if work.column >= 0:
+            for name in ("pos", "rows"):
+                self._edits.put(self._state.word(name, work.column), -1)
+            self._columns[work.column] = None
+            work.column = -1
+
+    def _leave(self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = ()) -> None:
+        self._take_out(work)
+        del self._works[work.text.id]
+        self._made.append(Update(work.text.id, tuple(tokens), reason, tuple(logits)))
+
+    def _upload_penalties(self, work: _Work) -> None:
+        """Bias and counts of a text's slot."""
+        vocab, slot = self.engine.model.hp.n_vocab, work.text.slot
+        inputs, sampler = self._programs.penalty_inputs(), work.request.sampler
+        rows = self.paging.page * self.paging.max_pages
+        seen = sampler.penalties(rows).words(work.text.tokens[:-1], vocab, rows)
+        self.device.upload(inputs["bias"].slice(4 * slot * vocab, 4 * vocab), sampler.bias(vocab))
+        self.device.upload(inputs["seen"].slice(4 * slot * len(seen), 4 * len(seen)), seen)
+
+    def _upload_masks(self, works: Sequence[_Work]) -> None:
+        mask = self._programs.penalty_inputs()["mask"]
+        size = mask.size // self.paging.n_slots
+        for work in works:
+            constraint = work.request.constraint
+            words = constraint.mask() if constraint is not None else np.full(size // 4, -1, np.int32)
+            self.device.upload(mask.slice(work.text.slot * size, size), words)
+
+    # Results
+
+    def _drain(self) -> None:
+        """Wait for all steps in flight."""
+        while self._flying:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the oldest step in flight, and report it."""
+        done = self._flying[0]
+        if done.flight is None:
+            self._flying.popleft()
+            self.scheduler.done_step(done.action, {}, {}, 0.0)
+            return
+        done.flight.ticket.wait()
+        now = time.perf_counter()
+        if done.flight.back.timed_out:
+            self._go_on_with_barriers()
+            return
+        self._flying.popleft()
+        seconds = now - max(done.began, self._last_done)
+        self._last_done = now
+        self.counters.seconds["steps"] += seconds
+        loops = done.flight.loops(self.paging.n_slots)
+        made: dict[int, list[int]] = {}
+        ended: dict[int, str] = {}
+        for text, slot, _ in done.action.columns:
+            work = self._works.get(text.id)
+            if work is None:
+                continue
+            step, status = int(loops[slot, 0]), int(loops[slot, 1])
+            made[text.id] = tokens = [int(loops[slot, LOOP_RING + i % RING]) for i in range(work.seen, step)]
+            work.seen = step
+            if status == STATUS_NO_PAGE:
+                raise EngineError(f"[batch] text {text.id} ran out of pages on the device; expected the scheduler to assign them ahead")
+            if reason := {STATUS_EOS: "eos", STATUS_NAN: "nan"}.get(status, ""):
+                ended[text.id] = reason
+            elif len(text.made) + len(tokens) >= text.limit:
+                ended[text.id] = "length"
+        logits = self._logits_of(done.flight)
+        self.counters.tokens += sum(map(len, made.values()))
+        self.scheduler.done_step(done.action, made, ended, seconds)
+        for id, tokens in made.items():
+            work = self._works[id]
+            own = (logits[work.column],) if logits is not None and work.request.logits and work.column >= 0 else ()
+            constraint = work.request.constraint
+            if constraint is not None:
+                for token in tokens:
+                    constraint.take(token)
+                if constraint.ended and id not in ended:
+                    ended[id] = "stop"
+                    self.scheduler.cancel(id, "stop")
+            if id in ended:
+                self._leave(work, ended[id], tokens, own)
+            elif tokens:
+                self._made.append(Update(id, tuple(tokens), "", own))
+
+    def _logits_of(self, flight: Flight) -> Floats | None:
+        if flight.logits is None:
+            return None
+        vocab = self.engine.model.hp.n_vocab
+        words = flight.logits.map().view(np.float32)
+        return np.array(words[: flight.columns * vocab]).reshape(-1, vocab)
+
+    def _go_on_with_barriers(self) -> None:
+        """A spin-wait timed out, so that what is in flight is worth nothing: plan with barriers, and take the same steps once more from
+        where the texts stand."""
+        again = [s.action for s in self._flying]
+        for s in self._flying:
+            if s.flight is not None:
+                s.flight.ticket.wait()
+        self._flying.clear()
+        self.engine.use_barriers(TIMED_OUT)
+        self._programs.forget_plans()
+        for work in self._works.values():
+            self._take_out(work)
+        for action in again:
+            self._submit(action)

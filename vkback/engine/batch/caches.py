@@ -1,0 +1,117 @@
+"""KV caches of a batch, in pages, and the copies of whole pages between them and the cache of one sequence that prompts are read into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device import BufferRange, Commands
+from vkback.engine.engine import Engine
+from vkback.graph import Graph, Tensor
+from vkback.models.builder import Paging
+from vkback.ops.copies.pages import planes
+from vkback.ops.storage import nbytes
+from vkback.plan.planner import plan
+from vkback.plan.schedule import aligned
+from vkback.program import Program
+
+PAIRS = 64
+"""Pages that one dispatch of COPY_PAGES copies."""
+
+STAGED = "staged."
+"""In front of the name of a cache of one sequence, where its namesake in pages is meant as well."""
+
+
+class PagedCaches:
+    """Caches of all layers, [heads, paging.rows, head_dim] each. Page p of the batch is page p of every cache."""
+
+    def __init__(self, engine: Engine, paging: Paging) -> None:
+        """Raises OutOfDeviceMemory where the pages do not fit."""
+        self.paging = paging
+        self._engine, self._device = engine, engine.device
+        graph = engine.model.graph(1, paging.page * paging.max_pages, head="none", cache=engine.cache_types, paging=paging)
+        found = {t.name: t for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
+        self.tensors: Mapping[str, Tensor] = found
+        self._arena = self._device.arena("KV cache in pages", sum(aligned(nbytes(t)) for t in found.values()), "device")
+        self.ranges: dict[str, BufferRange] = {name: self._arena.alloc(nbytes(t), name) for name, t in found.items()}
+        self._pairs_arena = self._device.arena("pages to copy", aligned(8 * PAIRS), "upload")
+        self._pairs = self._pairs_arena.alloc(8 * PAIRS, "pages to copy")
+        self._programs: dict[str, tuple[Program, Commands]] = {}
+
+    @staticmethod
+    def page_bytes(engine: Engine, page: int) -> list[int]:
+        """Of one page, in each cache."""
+        paging = Paging(page, 1, 1, 1)
+        graph = engine.model.graph(1, page, head="none", cache=engine.cache_types, paging=paging)
+        return [nbytes(t) for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs]
+
+    def store(self, staged: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy pages of the one-sequence cache (page i: its rows i * page ..) into pages of the batch."""
+        self._copy("store", staged, pages)
+
+    def stage(self, pages: Sequence[int], staged: Sequence[int]) -> None:
+        """The opposite of `store`."""
+        self._copy("stage", pages, staged)
+
+    def copy(self, pages: Sequence[int], to: Sequence[int]) -> None:
+        """Copy pages within the batch."""
+        self._copy("copy", pages, to)
+
+    def _copy(self, kind: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+        pairs = list(zip(sources, targets, strict=True))
+        words = self._pairs.map().view(np.int32).reshape(-1, 2)
+        _, commands = self._program(kind)
+        for first in range(0, len(pairs), PAIRS):
+            part = pairs[first : first + PAIRS]
+            words[:] = -1
+            words[: len(part)] = part
+            self._device.submit(commands).wait()
+
+    def _program(self, kind: str) -> tuple[Program, Commands]:
+        """COPY_PAGES of every cache: "store" from the one-sequence cache, "stage" into it, "copy" within the pages."""
+        if kind not in self._programs:
+            graph = Graph()
+            pairs = Tensor("which", "I32", (PAIRS, 2), "input")
+            inputs: dict[str, BufferRange] = {"which": self._pairs, **self.ranges}
+            for name, paged in self.tensors.items():
+                heads, _, dim = paged.shape
+                one = Tensor(f"{STAGED}{name}", paged.type, (heads, self._engine.n_ctx, dim), "state")
+                inputs[one.name] = self._engine.state[name]
+                source, target = {"store": (one, paged), "stage": (paged, one), "copy": (paged, paged)}[kind]
+                graph.add("COPY_PAGES", (pairs, source, target), (target,), page=self.paging.page)
+            program = self._engine.bind(plan(graph, self._engine.ctx), inputs)
+            self._programs[kind] = program, program.record(f"{kind} pages")
+        return self._programs[kind]
+
+    def download(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """All bytes of pages, in the order that `upload` takes them."""
+        return self._device.download_many(self._parts(pages))
+
+    def upload(self, pages: Sequence[int], raw: npt.NDArray[np.uint8]) -> None:
+        """Bring back what `download` gave, into as many pages."""
+        uploader, at = self._device.uploader(), 0
+        try:
+            for part in self._parts(pages):
+                uploader.write(part, 0, raw[at : at + part.size])
+                at += part.size
+        finally:
+            uploader.finish()
+
+    def _parts(self, pages: Sequence[int]) -> list[BufferRange]:
+        page, rows = self.paging.page, self.paging.rows
+        return [
+            self.ranges[name].slice(offset + (head * rows + p * page) * row_bytes, page * row_bytes)
+            for name, cache in self.tensors.items()
+            for offset, row_bytes in planes(cache)
+            for head in range(cache.shape[0])
+            for p in pages
+        ]
+
+    def close(self) -> None:
+        for program, _ in self._programs.values():
+            program.close()
+        self._programs.clear()
+        self._pairs_arena.destroy()
+        self._arena.destroy()

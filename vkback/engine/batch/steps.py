@@ -1,0 +1,224 @@
+"""Programs of a step of a batch: one token of many sequences, or several of one. Planned, bound and recorded once per class of step; which
+sequences are in it is data on the device (vkback/engine/batch/state.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback.device import Arena, BufferRange, Commands, Ticket
+from vkback.engine.batch.caches import PagedCaches
+from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, EditQueue, Edits
+from vkback.engine.engine import Engine
+from vkback.engine.readback import Readback
+from vkback.graph import Graph, Tensor
+from vkback.models.builder import Paging
+from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule, aligned
+from vkback.program import Program
+
+CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Columns of a step. One with holes takes the time of a full one."""
+
+IN_FLIGHT = 2
+
+
+def class_of(columns: int, most: int = CLASSES[-1]) -> int:
+    """The smallest class with so many columns."""
+    return next((n for n in CLASSES if columns <= n <= most), most)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a step does with logits.
+
+    greedy     every sequence takes the largest logit
+    penalties  some change logits before
+    masked     some take tokens out
+    logits     the host gets them
+    """
+
+    greedy: bool = True
+    penalties: bool = False
+    masked: bool = False
+    logits: bool = False
+
+    def __or__(self, other: Kind) -> Kind:
+        """What serves both."""
+        return Kind(
+            self.greedy and other.greedy, self.penalties or other.penalties, self.masked or other.masked, self.logits or other.logits
+        )
+
+    def __str__(self) -> str:
+        said = "greedy" if self.greedy else "sample"
+        return said + ", penalties" * self.penalties + ", mask" * self.masked + ", logits" * self.logits
+
+
+def step_graph(engine: Engine, columns: int, kind: Kind, paging: Paging) -> Graph:
+    """One step of so many columns, from their tokens to their next ones."""
+    n_ctx = paging.page * paging.max_pages
+    graph = engine.model.graph(columns, n_ctx, head="all", cache=engine.cache_types, paging=paging)
+    tokens, pos, rows, slots, draws = (Tensor(n, "I32", (columns,), "input") for n in ("tokens", "pos", "rows", "slots", "draws"))
+    pages = Tensor("pages", "I32", (paging.n_slots, paging.max_pages), "input")
+    loops = Tensor("loops", "I32", (paging.n_slots, LOOP_WORDS), "input")
+    logits = graph.outputs[0]
+    vocab = logits.shape[-1]
+    if kind.penalties or kind.masked:
+        bias = Tensor("bias", "F32", (paging.n_slots, vocab), "input")
+        seen = Tensor("seen", "I32", (paging.n_slots, SEEN_COUNTS + vocab + n_ctx), "input")
+        mask = (Tensor("mask", "I32", (paging.n_slots, mask_words(vocab)), "input"),) if kind.masked else ()
+        penalized = Tensor("result_penalized", "F32", logits.shape)
+        graph.add("PENALTIES_COLUMNS", (logits, bias, seen, loops, tokens, pos, slots, draws, *mask), (penalized, seen))
+        logits = penalized
+    inputs = (logits, loops, tokens, pos, rows, slots, draws, pages)
+    graph.add("SAMPLE_COLUMNS", inputs, (loops, tokens, pos, rows), capacity=RING, page=paging.page, greedy=kind.greedy)
+    return graph
+
+
+@dataclass
+class Flight:
+    """A submit: its ticket, and where its results are. logits: F32 [columns, n_vocab] of the last step, where the kind has them."""
+
+    ticket: Ticket
+    back: Readback
+    columns: int
+    logits: BufferRange | None = None
+
+    def loops(self, n_slots: int) -> npt.NDArray[np.int32]:
+        """Loops of all sequences after the submit: [n_slots, LOOP_WORDS]."""
+        return np.array(self.back.result.map().view(np.int32)[: n_slots * LOOP_WORDS]).reshape(n_slots, LOOP_WORDS)
+
+
+class StepPrograms:
+    """Programs over the caches and the state of one batch."""
+
+    def __init__(self, engine: Engine, caches: PagedCaches, state: BatchState) -> None:
+        self._engine, self._caches, self._state = engine, caches, state
+        self.paging = caches.paging
+        self._edits = EditQueue(engine, state)
+        self._programs: dict[tuple[int, Kind], Program] = {}
+        self._schedules: dict[tuple[int, Kind], Schedule] = {}
+        self._recordings: dict[tuple[int, Kind, int], list[Commands]] = {}
+        self._block: tuple[Arena, BufferRange] | None = None
+        self._logits: tuple[Arena, BufferRange] | None = None
+        self._penalties: tuple[Arena, dict[str, BufferRange]] | None = None
+        size = 4 * self.paging.n_slots * LOOP_WORDS
+        self._back_arena = engine.device.arena("read-back of a batch", (IN_FLIGHT + 1) * (aligned(size) + aligned(4)), "readback")
+        self._backs = [
+            Readback(self._back_arena.alloc(size, "loops"), self._back_arena.alloc(4, "state of spin-waits")) for _ in range(IN_FLIGHT + 1)
+        ]
+        for back in self._backs:
+            back.forget()
+        self._next = 0
+
+    def schedule(self, columns: int, kind: Kind) -> Schedule:
+        """The plan of a class of step."""
+        key = columns, kind
+        if key not in self._schedules:
+            graph = step_graph(self._engine, columns, kind, self.paging)
+            self._schedules[key] = plan(graph, self._engine.ctx, fusion=self._engine.fusion)
+        return self._schedules[key]
+
+    def prepare(self, columns: int, kind: Kind) -> None:
+        """Plan, compile and record a class of step, and run it once with nothing but holes, in which drivers compile what they put off. No
+        step may be in flight, and the first columns must be holes."""
+        self._recorded(columns, kind, 1)
+        self.submit(columns, kind, 1, Edits()).ticket.wait()
+
+    def record(self, columns: int, kind: Kind, steps: int) -> None:
+        """As `prepare`, and run nothing."""
+        self._recorded(columns, kind, steps)
+
+    def ready(self, columns: int, kind: Kind) -> bool:
+        return (columns, kind) in self._programs
+
+    def submit(self, columns: int, kind: Kind, steps: int, edits: Edits) -> Flight:
+        """So many steps, after the edits."""
+        commands = self._recorded(columns, kind, steps)[self._next]
+        back = self._backs[self._next]
+        self._next = (self._next + 1) % len(self._backs)
+        before = self._edits.commands(edits)
+        ticket = self._engine.device.submit([*(b.commands for b in before), commands])
+        for b in before:
+            b.ticket = ticket
+        return Flight(ticket, back, columns, self._logits[1] if kind.logits and self._logits else None)
+
+    def penalty_inputs(self) -> dict[str, BufferRange]:
+        """Memory of bias [n_slots, vocab], seen [n_slots, ...] and mask [n_slots, ...], taken when it is first used."""
+        if self._penalties is None:
+            vocab, slots = self._engine.model.hp.n_vocab, self.paging.n_slots
+            words = {"bias": vocab, "seen": SEEN_COUNTS + vocab + self.paging.page * self.paging.max_pages, "mask": mask_words(vocab)}
+            arena = self._engine.device.arena("penalties of a batch", sum(aligned(4 * slots * w) for w in words.values()), "device")
+            ranges = {name: arena.alloc(4 * slots * w, name) for name, w in words.items()}
+            for memory in ranges.values():
+                self._engine.device.upload(memory, np.zeros(memory.size // 4, np.int32))
+            self._penalties = arena, ranges
+        return self._penalties[1]
+
+    def _recorded(self, columns: int, kind: Kind, steps: int) -> list[Commands]:
+        """One recording for each submit that may be in flight, with a read-back of its own."""
+        key = columns, kind, steps
+        if key not in self._recordings:
+            program = self._program(columns, kind)
+            loops = self._state.range("loops", self.paging.n_slots * LOOP_WORDS)
+            copies: list[tuple[BufferRange, BufferRange]] = []
+            if kind.logits and self._logits is not None:
+                found = program.range("result_output")
+                copies.append((found, self._logits[1].slice(0, found.size)))
+            self._recordings[key] = [
+                program.record(f"{columns} columns, {kind}, x{steps}", repeat=steps, copies=[*back.copies(program, loops), *copies])
+                for back in self._backs
+            ]
+        return self._recordings[key]
+
+    def _program(self, columns: int, kind: Kind) -> Program:
+        key = columns, kind
+        if key not in self._programs:
+            schedule = self.schedule(columns, kind)
+            self._make_room(schedule.activation_bytes)
+            inputs = self._caches.ranges | self._state.inputs(columns)
+            if kind.penalties or kind.masked:
+                inputs |= self.penalty_inputs()
+            if kind.logits and self._logits is None:
+                size = aligned(4 * self._state.columns * self._engine.model.hp.n_vocab)
+                arena = self._engine.device.arena("logits of a batch", size, "readback")
+                self._logits = arena, arena.alloc(size, "logits of a batch")
+            self._programs[key] = self._engine.bind(schedule, inputs, self._block[1] if self._block else None)
+        return self._programs[key]
+
+    def _make_room(self, size: int) -> None:
+        """Memory for activations, which all programs share; where it must grow, they are bound anew."""
+        if self._block is not None and self._block[1].size >= size:
+            return
+        self.forget()
+        arena = self._engine.device.arena("activations of a batch", aligned(size), "device")
+        self._block = arena, arena.alloc(aligned(size), "activations of a batch")
+
+    def forget(self) -> None:
+        """Bind everything anew when it is next used. Waits for what is in flight."""
+        self._engine.device.wait_idle()
+        for program in self._programs.values():
+            program.close()
+        self._programs.clear()
+        self._recordings.clear()
+        if self._block is not None:
+            self._block[0].destroy()
+            self._block = None
+
+    def forget_plans(self) -> None:
+        """Plan everything anew."""
+        self.forget()
+        self._schedules.clear()
+        for back in self._backs:
+            back.forget()
+
+    def close(self) -> None:
+        self.forget()
+        self._edits.close()
+        for held in (self._logits, self._penalties):
+            if held is not None:
+                held[0].destroy()
+        self._back_arena.destroy()
