@@ -4,10 +4,11 @@
 
 Without -m two synthetic models (`vkback synth`), written to the folder where they are missing. For each:
 
-    steps      microseconds by the device's clock for each number of tokens: tables of before (experts by GEMV, from 17 tokens by coop_mat),
-               coop_reg for experts in one cut, both as a multiple of one token; experts chosen in a layer, and what their bytes ask for
-    cuts       at the numbers of --at: tiles, subgroups and columns, gate and up first, then down, in the best so far
+    steps      microseconds by the device's clock for each number of tokens, and how many times one token: the tables of before (experts by
+               GEMV, from 17 tokens by coop_mat), coop_reg for experts in one cut, from 17 tokens also for dense products; experts that a
+               layer chooses
     families   at the numbers of --at: microseconds of each kind of stage, all layers together, with a barrier behind every stage
+    cuts       at the numbers of --at, as long as --budget lasts: tiles and subgroups, of gate and up first, then of down
 
 NMSE is that of the logits against the tables of before (their activations are rounded to 8 bits, those of coop_reg to f16).
 --variants FILE: lines of rows of tables, as for bench/steps.py, to time at the numbers of --at in place of the cuts.
@@ -43,7 +44,7 @@ from vkback.tuning.lookup import Tuning
 
 MODELS = ("qwen3moe-30b-a3b-Q4_K_S", "gpt-oss-20b-MXFP4")
 FIRST_CUT = (32, 8, 2)
-CUTS = ((16, 8, 4), (16, 8, 2), (32, 8, 1), (32, 8, 4), (64, 8, 1), (64, 8, 2), (32, 16, 2))
+CUTS = ((16, 8, 2), (16, 8, 4), (32, 8, 1), (64, 8, 1), (64, 8, 2), (32, 16, 2))
 """tile_m, tile_n, slice_k; a subgroup has 16 rows."""
 MANY = 17
 """From so many tokens on the tables of before took coop_mat."""
@@ -62,6 +63,13 @@ def grouped(up: tuple[int, int, int], down: tuple[int, int, int]) -> str:
         cut = f"tile_m={tile_m} tile_n={tile_n} warp_m=16 slice_k={slice_k} subnormals=true"
         rows.append(f"gemm experts={experts} : kernel=coop_reg {cut}")
     return "; ".join(rows)
+
+
+def dense_too(n: int) -> str:
+    """Rows that choose coop_reg for experts and, from 17 tokens on, for all dense products, without barriers where that is possible."""
+    dense = f"tile_m=32 tile_n={16 if 33 <= n <= 48 else 32} warp_m=16 slice_k=4 subnormals=true"
+    rows = f"gemm experts=none : kernel=coop_reg {dense}; schedule : sync=sentinel"
+    return "; ".join((grouped(FIRST_CUT, FIRST_CUT), *([rows] if n >= MANY else [])))
 
 
 def family(stage: Iterable[tuple[str, str]]) -> str:
@@ -136,36 +144,43 @@ class Bench:
         return float(np.mean([len(np.unique(values)) for values in found]))
 
 
-def report_steps(bench: Bench, tokens: list[int], rounds: int) -> None:
-    new = grouped(FIRST_CUT, FIRST_CUT)
-    wanted = [(n, rows) for n in tokens for rows in (("",) if n == 1 else (before(n), new))]
-    found = bench.timed(wanted, rounds)
-    one = next((found[n, rows][0] for n, rows in wanted if n == 1), float("nan"))
-    print("tokens  before us  x one  coop_reg us  x one     NMSE  experts  stages (barrier-free) before, coop_reg")
-    for n in tokens:
-        if n == 1:
-            print(f"{n:6} {one:10.1f}")
-            continue
-        old_us, old_logits, _, old = found[n, before(n)]
-        if (n, new) not in found:
-            print(f"{n:6} {old_us:10.1f} {old_us / one:6.2f}")
-            continue
-        us, logits, timed_out, schedule = found[n, new]
-        stages = ", ".join(f"{len(s.stages)} ({len(s.barrier_free)})" for s in (old, schedule))
-        error, chosen = nmse(logits, old_logits), bench.experts_chosen(n)
-        late = "  TIMED OUT" if timed_out else ""
-        print(f"{n:6} {old_us:10.1f} {old_us / one:6.2f} {us:12.1f} {us / one:6.2f} {error:8.1e} {chosen:8.1f}  {stages}{late}")
-
-
-def report_cuts(bench: Bench, at: list[int], rounds: int, given: list[str]) -> dict[int, str]:
+def report_steps(bench: Bench, tokens: list[int], rounds: int) -> dict[int, str]:
     """The best rows for each number of tokens."""
+    variants: dict[int, dict[str, str]] = {}
+    for n in tokens:
+        variants[n] = {} if n == 1 else {"before": before(n), "coop_reg": grouped(FIRST_CUT, FIRST_CUT)}
+        variants[n] |= {"dense too": dense_too(n)} if n >= MANY else {}
+    found = bench.timed([(n, rows) for n in tokens for rows in variants[n].values() or ("",)], rounds)
+    one = found[1, ""][0] if (1, "") in found else float("nan")
+    print("tokens                    us  x one     NMSE  experts  stages (barrier-free)")
+    if (1, "") in found:
+        print(f"     1 {'':12} {one:8.1f}")
     best: dict[int, str] = {}
+    for n, named in variants.items():
+        for name, rows in named.items():
+            if (n, rows) not in found:
+                continue
+            us, logits, timed_out, schedule = found[n, rows]
+            error = nmse(logits, found[n, before(n)][1]) if (n, before(n)) in found else float("nan")
+            chosen = f"{bench.experts_chosen(n):8.1f}" if name == "before" else " " * 8
+            stages = f"{len(schedule.stages)} ({len(schedule.barrier_free)})"
+            late = "  TIMED OUT" if timed_out else ""
+            print(f"{n:6} {name:12} {us:8.1f} {us / one:6.2f} {error:8.1e} {chosen}  {stages}{late}")
+            if n not in best or us < found[n, best[n]][0]:
+                best[n] = rows
+    return best
+
+
+def report_cuts(bench: Bench, at: list[int], rounds: int, given: list[str], until: float) -> None:
+    """Other tiles, as long as there is time."""
     for n in at:
+        if time.perf_counter() > until:
+            print(f"{n:3} tokens: no time left for other cuts")
+            continue
         if given:
             found = bench.timed([(n, rows) for rows in given], rounds)
             for (_, rows), (us, _, late, _) in found.items():
                 print(f"{n:3} tokens {us:9.1f} us{'  TIMED OUT' if late else ''}  {rows}")
-            best[n] = min(found, key=lambda key: found[key][0])[1] if found else grouped(FIRST_CUT, FIRST_CUT)
             continue
         up = down = FIRST_CUT
         for part in ("gate and up", "down"):
@@ -175,18 +190,15 @@ def report_cuts(bench: Bench, at: list[int], rounds: int, given: list[str]) -> d
             print(f"{n:3} tokens, {part}: " + ", ".join(f"{m}x{c} by {s}: {us:.0f}" for (m, c, s), us in times.items()))
             chosen = min(times, key=times.__getitem__)
             up, down = (chosen, down) if part == "gate and up" else (up, chosen)
-        best[n] = grouped(up, down)
-        print(f"{n:3} tokens, best: {best[n]}")
-    return best
+        print(f"{n:3} tokens, best: {grouped(up, down)}")
 
 
 def report_families(bench: Bench, at: list[int], best: dict[int, str]) -> None:
     for n in at:
-        old, new = bench.families(n, before(n)), bench.families(n, best.get(n, grouped(FIRST_CUT, FIRST_CUT)))
-        print(
-            f"{n} tokens, us of all layers together, a barrier behind every stage: before {sum(old.values()):.0f}, {sum(new.values()):.0f}"
-        )
-        for name, families in (("before", old), ("coop_reg", new)):
+        both = {"before": bench.families(n, before(n)), "best": bench.families(n, best.get(n, grouped(FIRST_CUT, FIRST_CUT)))}
+        totals = ", ".join(f"{name} {sum(families.values()):.0f}" for name, families in both.items())
+        print(f"{n} tokens, us of all layers together, a barrier behind every stage: {totals}")
+        for name, families in both.items():
             for kind, us in sorted(families.items(), key=lambda item: -item[1])[:14]:
                 print(f"    {name:8} {us:9.1f}  {kind[:150]}")
 
@@ -211,6 +223,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp"))
     parser.add_argument("--variants", type=Path, help="a file of rows of tables, a variant a line")
     parser.add_argument("--no-cuts", action="store_true")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for a model after which no further cuts are tried")
     args = parser.parse_args()
     tokens, at = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.at))
     given = [line for line in args.variants.read_text().splitlines() if line.strip()] if args.variants else []
@@ -222,9 +235,10 @@ def main() -> None:
             ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
             bench = Bench(model, device, library, ctx, args.depth, stack)
             print(f"== {name}, {device.caps.name}: loaded after {time.perf_counter() - begun:.0f} s")
-            report_steps(bench, tokens, args.rounds)
-            best = {} if args.no_cuts and not given else report_cuts(bench, at, args.rounds, given)
+            best = report_steps(bench, tokens, args.rounds)
             report_families(bench, at, best)
+            if given or not args.no_cuts:
+                report_cuts(bench, at, args.rounds, given, begun + args.budget)
             print(f"   {time.perf_counter() - begun:.0f} s", flush=True)
 
 
