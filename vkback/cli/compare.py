@@ -58,6 +58,7 @@ def compare(
         raise UsageError("--step has no run to --save: leave one of them out")
     if against.endswith(".npz") and not Path(against).is_file():
         raise UsageError(f"--against {against}: no such file. Write one with --save")
+    # A run takes minutes: whether its results can be written is known before it.
     if save is not None:
         output_file(save, "--save")
     if plot is not None:
@@ -74,6 +75,7 @@ def compare(
             alone = None
             run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=bars(not as_json))
             label = f"{here.caps.name}{label}"
+        # Outside the block above: references take much memory, and a CPU driver's buffers are free again.
         if step or against == "numpy":
             with bar(len(run.nodes), "references", not as_json) as tick:
                 alone = nodes.compare_steps(opened, run, batch, label, tick)

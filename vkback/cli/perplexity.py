@@ -83,6 +83,7 @@ def perplexity(
     )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # The base is opened first: a file that is none is refused before a model loads for minutes.
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
         loaded = stack.enter_context(load_model(path, device, options))
@@ -96,6 +97,7 @@ def perplexity(
         about = {"model": loaded.description, "file": name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
         if reader is not None:
             reader.check(same)
+        # Without a chunk there is nothing to write, and the scoring below says so.
         writer = stack.enter_context(BaseWriter(save_kl_base, same, about)) if save_kl_base is not None and count else None
         found = Divergences()
 

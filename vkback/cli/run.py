@@ -124,6 +124,7 @@ def generate(
         progress=bars(prompts=True),
     )
 
+    # Errors of the prompt show before a long load ends, and kernels compile beside it.
     def while_weights_come(engine: Engine) -> None:
         check_ids(ids, engine.model.hp.n_vocab)
         if given_ids is None:

@@ -141,6 +141,7 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
         total = sum(len(part.tasks) for part in parts)
         if not total:
             raise UsageError(f"nothing to tune on {opened.caps.name}: --path {request.paths} leaves no kernel, or all was passed over")
+        # Two runs would measure each other, and the second would overwrite the first one's rows.
         stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
         own, rate = DeviceTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
         counts = "; ".join(f"{len(part.tasks)} {part.noun}{part.about}" for part in parts)
@@ -152,6 +153,7 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
                 done = sum(own.journal.finished(task.key) for task in part.tasks) if run.resume else 0
                 if done:
                     print(f"{done} of {len(part.tasks)} {part.noun} were finished by an earlier run")
+                # Rows found by the parts before are in the tables that this one starts from.
                 tunable = part.make(dataclasses.replace(ctx, tuning=own.tables()))
                 budget = run.budget_s * len(part.tasks) / total
                 sweep = Sweep(tunable, own, rate, budget_s=budget, watcher=part.watch(watcher))

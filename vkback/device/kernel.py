@@ -141,6 +141,7 @@ class KernelCache:
             raise DeviceError(
                 f"[kernel] {spec.name}: declared with {spec.push_bytes} bytes of push constants, but the shader reads {module.push_bytes}"
             )
+        # Specialization constants may set the workgroup's size, so it is not known from the module alone.
         threads = module.workgroup_size(dict(spec.spec))
         if prod(threads) > caps.max_workgroup_invocations or any(t > m for t, m in zip(threads, caps.max_workgroup_size, strict=True)):
             raise DeviceError(
@@ -162,6 +163,7 @@ class KernelCache:
                 "(maxPerStageDescriptorStorageBuffers)"
             )
         size = spec.subgroup_size
+        # A device with one size has it already, with or without the extension.
         if size is None or size == caps.subgroup_min == caps.subgroup_max:
             return
         if not (caps.subgroup_size_control and caps.subgroup_required_size):

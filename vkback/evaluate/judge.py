@@ -73,6 +73,7 @@ def judge(got: Array, want: Array, tolerance: Tolerance, steps: Array | None = N
             f"{odd.size} of {want.size} not finite where they should be (or the reverse), first at {_at(i, want)}: {got.ravel()[i]}, "
             f"expected {want.ravel()[i]}"
         )
+    # Where the reference is not finite, which non-finite value it is stays free.
     got = np.where(finite, got, 0.0)
     want = np.where(finite, want, 0.0)
     if steps is not None:

@@ -250,6 +250,7 @@ def compare_steps(model: Model, run: NodeRun, batch: Batch, label: str, on_node:
         missing = [t.name for t in node.inputs if t.kind == "node" and t.name not in values]
         if on_node is not None:
             on_node()
+        # A packed tensor cannot be read back as values, and neither can a node be judged whose inputs are such.
         if missing or not mine:
             packed.append(node.name)
             continue
@@ -260,6 +261,7 @@ def compare_steps(model: Model, run: NodeRun, batch: Batch, label: str, on_node:
         made = {t.name: r for t, r in zip(node.outputs, results, strict=True)}
         for item in mine:
             want = made[item.tensor.name]
+            # The reference has the rows of this node alone, an item counts those of the whole output.
             if item.columns and "rows_total" in node.params:
                 first = int(node.params["row0"])
                 want = want[..., item.columns[0] - first : item.columns[1] - first]

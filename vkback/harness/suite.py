@@ -247,6 +247,7 @@ def run_in_processes(
     whatever they do; Ctrl-C reaches this process alone.
     """
     chunks = list(_chunks(lines, processes))
+    # Processes share the cores: each compiles on its part, and multiplies on one.
     threads = max(1, (os.cpu_count() or 1) // processes)
     spawn = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
@@ -258,6 +259,7 @@ def run_in_processes(
             ProcessPoolExecutor(processes, mp_context=spawn, initializer=_open_worker, initargs=(device, act, threads, parent))
         )
         try:
+            # The terminal sends Ctrl-C to the whole process group: workers ignore it, and end when their pipe to this process does.
             with blocked_interrupts():
                 futures = [pool.submit(work, chunk) for chunk in chunks]
             for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):

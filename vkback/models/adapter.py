@@ -182,6 +182,7 @@ def read_adapter(path: Path, model: GgufFile, scale: float = 1.0) -> Adapter:
             raise fail(f"tensor {name}: {weight} holds a matrix for each expert; adapters of experts cannot be applied")
         if base is None or not model.is_whole(weight) or len(base.shape) != 2:
             raise fail(f"tensor {name}: the model has no matrix {weight}; is the adapter for another model?")
+        # A comes with B: the second of a pair has been checked with the first.
         if weight in pairs:
             continue
         a, b = (f.tensors.get(weight + which) for which in (A, B))
@@ -190,6 +191,7 @@ def read_adapter(path: Path, model: GgufFile, scale: float = 1.0) -> Adapter:
         if t.type not in quants.WEIGHT_TYPES:
             raise fail(f"tensor {name} is of type {t.type}; expected one of {', '.join(quants.WEIGHT_TYPES)}")
         m, k = base.shape
+        # Of a table of embeddings, rows are looked up: such files hold the pair the other way round.
         if weight == TABLE and len(a.shape) == len(b.shape) == 2 and (a.shape[0], b.shape[0]) == (m, k) and a.shape[1] == b.shape[1]:
             a, b = _held(b.name, _decoded(b).T), a
         elif len(a.shape) != 2 or len(b.shape) != 2 or (a.shape[1], b.shape[0]) != (k, m) or a.shape[0] != b.shape[1]:

@@ -240,6 +240,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_context_length(s.n_ctx)
     writer.add_embedding_length(s.n_embd)
     writer.add_block_count(_layers(name, s, layers))
+    # Layers that differ give lists, as files of such models have them.
     own = s.layers[: _layers(name, s, layers)]
     writer.add_feed_forward_length([layer.n_ff for layer in own] or s.n_ff)
     writer.add_head_count([layer.n_head for layer in own] or s.n_head)
@@ -264,6 +265,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.add_expert_used_count(s.n_expert_used)
         writer.add_expert_feed_forward_length(s.n_ff_expert)
     for key, value in s.metadata.items():
+        # The shape's own metadata wins over what was written above.
         writer.kv_data[0].pop(f"{s.arch}.{key}", None)
         _add_value(writer, f"{s.arch}.{key}", value)
     if text:

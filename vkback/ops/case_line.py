@@ -138,6 +138,7 @@ def call_with(
     for name, parameter in signature.items():
         if name not in params and parameter.default is inspect.Parameter.empty:
             raise CaseLineError(f"{op}: parameter {name} is missing; {hint.format(example())}")
+    # What ends in **keywords is checked by the annotation of these.
     kinds = _hints(getattr(build, "__func__", build))
     rest = next((n for n, p in inspect.signature(build).parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
     given: dict[str, Any] = {}

@@ -104,6 +104,7 @@ class Norm(Op):
         span = 8 * units if q8 else quads
         choice = ctx.tuning.pick("norm", dim=dim, rows=rows)
         wg = workgroup_size(ctx.caps, choice["wg_size"], span)
+        # Eight lanes find the largest value of a unit of 32.
         wg = max(wg, 8) if q8 else wg
         rounds = ceil_div(span, wg)
         defines = {
@@ -114,6 +115,7 @@ class Norm(Op):
             "RESIDUAL": int(self.residual),
             "OUT_Q8_1": int(q8),
             "WIDTH": 4 if dim % 4 == 0 else 1,
+            # Few rounds keep a row in registers; more of them would spill, so it is read again.
             "ROUNDS": rounds if rounds <= MAX_KEPT else 0,
         }
         args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))

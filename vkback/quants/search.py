@@ -136,9 +136,11 @@ def affine(x: F32, weights: Weights, top: int, spread: Sequence[float], free_off
         step = (sw * sxq - sx * sq) * inverse_det
         new_offset = (sqq * sx - sq * sxq) * inverse_det
         if not free_offset:
+            # The best offset is not allowed: fit the step alone, through zero.
             clamped = new_offset > 0
             np.copyto(step, sxq * reciprocal(sqq), where=clamped)
             np.copyto(new_offset, np.float32(0), where=clamped)
+        # All codes equal: the two cannot be told apart, so the offset stays.
         singular = inverse_det == 0
         np.copyto(step, (sxq - offset * sq) * reciprocal(sqq), where=singular)
         np.copyto(new_offset, offset, where=singular)

@@ -139,6 +139,7 @@ class DeviceSteps:
                 loaded = load_weights(file, stored, device, progress=progress)
                 self._arenas.append(loaded.arena)
                 self._weights |= loaded.ranges
+                # Which weights f16 cannot hold is known only when they are loaded.
                 if (loaded.beyond_f16 or loaded.coarse) and act == "f16":
                     self.ctx = replace(self.ctx, beyond_f16=loaded.beyond_f16, coarse=loaded.coarse)
                     self.schedules = self._planned()
@@ -152,6 +153,7 @@ class DeviceSteps:
             block = self._allocate("inputs", [nbytes(t) for t in inputs.values()])
             self._ranges |= dict(zip(inputs, block, strict=True))
             self._inputs = inputs
+            # Graphs run one after the other and share memory: the largest fits them all.
             largest = max(self.schedules.values(), key=lambda s: s.activation_bytes)
             self._activations = self._allocate("activations", largest.blocks)
         except BaseException:

@@ -186,6 +186,7 @@ def encoded(
     block = {"Q1_0": 128, "Q2_0": 64}.get(y.type, 256 if whole_group else 32)
     blocks = rows * (k // block)
     choice = ctx.tuning.pick("copy", elements=blocks)
+    # A group of 256 values searches scales for long: 16 threads share it. A smaller block is a thread's.
     wg = workgroup_size(ctx.caps, 16 if whole_group else min(choice["wg_size"], 64))
     defines = {
         "BLOCK": f"{block}u",

@@ -105,6 +105,7 @@ class Attention(Op):
         copies, q_rows = as_floats(node, ctx, q, q_view)
         k_copies, k_rows, k_at = _rows(node, ctx, k, k_view)
         copies += k_copies
+        # V may be K under another name, or a part of its rows: one copy serves both.
         if k.name == v.name and k_view.shape[:3] == v_view.shape[:3] and (k_view.offset, k_view.strides) == (v_view.offset, v_view.strides):
             v_rows, v_at = k_rows, k_at
         else:

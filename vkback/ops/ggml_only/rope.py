@@ -114,6 +114,7 @@ class RopeExt(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         within = node.params.get("within")
+        # The kernel takes rows one after the other: a view is copied out, rotated and copied back.
         if within is not None:
             x = node.inputs[0]
             before, after = (Tensor(f"{node.name}.{name}", "F32", within.shape) for name in ("taken", "rotated"))
@@ -131,6 +132,7 @@ class RopeExt(Op):
             raise PlanError(f"[{self.name}] {node.name}: {x} by {pos} to {y}: {2 * pairs} values from {first} on, {n} tokens")
         if factors and factors[0].elements < pairs:
             raise PlanError(f"[{self.name}] {node.name}: frequency factors {factors[0]}: expected {pairs}")
+        # Positions may come in sectors (mrope): which of them a pair takes is fixed for the kernel.
         sectors = [sector_of(pair, params) for pair in range(pairs)]
         table = rope_angles.fixed_point(params, [power for _, power in sectors])
         threads = batches * n * heads * (dim - pairs)

@@ -176,6 +176,7 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         spec |= {"X_SQUARES": problem.squares.shape[-1], "EPS": float(problem.eps)}
     weight = Arg(problem.w, "r", index)
     buffers = {"WeightWords": weight, "X": Arg(problem.x), "Bias": arg_of(problem.bias), "XSquares": arg_of(problem.squares)}
+    # x may have been packed for matrices of other columns, by a product that shares it.
     x_columns = problem.x_matrix_columns or shape.matrix[1]
     x_shape = dataclasses.replace(shape, matrix=(shape.matrix[0], x_columns, shape.matrix[2]))
     if problem.heads is not None:

@@ -419,6 +419,7 @@ def shader_defines(config: GemvConfig, caps: Capabilities) -> Defines:
         "M_ALIGNED": int(config.m_aligned),
         **{f"BIND_{role.upper()}": binding for binding, role in enumerate(config.roles, 3)},
     }
+    # Left out at the shader's defaults: a new parameter then changes no hash of the kernels that do not use it.
     if config.bit_swap != "xor":
         defines["SWAP_BITS"] = get_args(BitSwap).index(config.bit_swap)
     if config.pairs_in_shared:

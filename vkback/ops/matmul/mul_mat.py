@@ -431,6 +431,7 @@ def _strided_case(
     w_inner, w_view = layout.viewed(w_shape, layout.m_v or m, (layout.k_v or k) + layout.pad)
     x_inner, x_view = layout.viewed(x_shape, n, layout.k_v or k)
     moved = w_view != View.whole(w_shape) or x_view != View.whole(x_shape) or bool(layout.src_overlap)
+    # A weight is stored in the layout of the device; operands with strides are plain memory.
     bare = plain or (moved and quant in FLOATS)
     if plain and quant not in FLOATS:
         raise PlanError(f"plain=1 with type_a={type_word(quant)}: quantized values are always a weight")
@@ -438,6 +439,7 @@ def _strided_case(
         raise PlanError(f"src_overlap=1 with type_a={type_word(quant)}, type_b={type_b}, o={o}: operands overlap that have one type")
     if moved and quant not in FLOATS and w_view.strides[3] != 1:
         raise PlanError(f"per={list(layout.per)} with type_a={type_word(quant)}: rows of quantized values cannot be taken apart")
+    # The second operand begins in the middle of the first: both read the same memory.
     start = prod(w_inner) // 2
     joint = sized((max(prod(w_inner), start + prod(x_inner)),))
 

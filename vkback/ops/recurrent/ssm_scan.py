@@ -131,10 +131,12 @@ class _Scan(Op):
             )
         choice = ctx.tuning.pick("ssm_scan", n=n, n_head=heads.n, head_dim=heads.dim, d_state=heads.d_state)
         caps = ctx.caps
+        # A lane holds four values of the state, so more lanes than that would be idle.
         lanes = min(choice["lanes"], 1 << ((heads.d_state // 4).bit_length() - 1))
         rows = min(choice["rows"], power_of_two(heads.dim))
         while rows * lanes > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
             rows, lanes = (rows // 2, lanes) if rows > 1 else (rows, lanes // 2)
+        # Tokens of a tile wait in shared memory while the state stays in registers.
         tile = min(n, TILE)
         while tile > 1 and 4 * tile * (rows + 2 * heads.d_state + 2) + 8 * rows * lanes > caps.max_shared_memory:
             tile //= 2

@@ -74,6 +74,7 @@ class MlaRopeSetRows(Op):
                 f"[{self.name}] {node.name}: {q}, {kv}, {third} into {cache_k}: expected a rotated part of {rot} values behind the rest of "
                 "a head and of a row, even widths, and mode normal"
             )
+        # A legacy cache holds whole keys and values of every head, which threads of this launch copy, too.
         pairs = heads * rot // 2 + (heads * (dim_k + values) // 2 if legacy else 0)
         choice = ctx.tuning.pick("rope", n=n, heads=heads, head_dim=dim_k)
         wg = workgroup_size(ctx.caps, max(choice["wg_size"], 128))
@@ -93,6 +94,7 @@ class MlaRopeSetRows(Op):
                 Variant.of("rope/latent.comp", defines, subgroup_size=subgroup),
                 tuple(args),
                 pack_push(n, n_ctx, float(params.get("eps", 0.0))),
+                # One more workgroup norms the latent row.
                 (ceil_div(pairs, wg) + (not legacy), ceil_div(n, gz), gz),
                 node.op,
                 node.name,

@@ -21,6 +21,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
+        # One kernel stores K and V: both must be stored here, in caches alike.
         if len(stores) != 2 or cache_k.shape != cache_v.shape:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
@@ -31,6 +32,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             continue
         params: dict[str, Any]
         factors: tuple[Tensor, ...] = ()
+        # Without ROPE nothing made a Q for attention alone: the copy that the kernel stores needs a name of its own.
         if not ropes and index.read_once(q_in) and index.read_once(k_in):
             params = {**rope_angles.DEFAULTS, "n_dims": 0}
             q, k, pos, q_out = q_in, k_in, attention.inputs[3], dataclasses.replace(q_in, name=f"{q_in.name}.heads")
@@ -43,6 +45,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         v = store_v.inputs[0]
         norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
+        # The kernel norms Q and K or neither.
         if norms[0] is not None and norms[1] is not None:
             gone += [norms[0], norms[1]]
             q, k = norms[0].inputs[0], norms[1].inputs[0]
