@@ -18,7 +18,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes
 from vkback.plan.exact import exact_context
-from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.schedule import Schedule, allocate, into_stages
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -75,7 +75,7 @@ def test_replay_gives_the_same_bits(device: Device, library: ShaderLibrary, ctx:
     problem = PLAIN.build_case(8, 2, 64, 600, (599, 64, 300), "F32", seed=1).build()
     stages = into_stages(PLAIN.lower(problem.node, with_params(ctx, **SHAPES[0])))
     assert int(dict(stages[0][0].kernel.defines)["SPLITS"]) > 4
-    slots, size = place(stages, [problem.node.name])
+    slots, size = allocate(stages, [problem.node.name])
     with device.arena("replay", 4 << 20, "device") as arena:
         ranges: dict[str, BufferRange] = {}
         for t in problem.node.inputs:

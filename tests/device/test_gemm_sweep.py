@@ -31,7 +31,7 @@ from vkback.autotune.gemm_rows import gemm_rows, tflops
 from vkback.autotune.gemm_sweep import Gemms, GemmTrial, sample
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import TuneResult
-from vkback.cli.tune_parts import of_model
+from vkback.cli.tune_families import of_model
 from vkback.device import Device
 from vkback.harness.runner import reference_inputs
 from vkback.ops.cooperative_matrix import matrix_shape

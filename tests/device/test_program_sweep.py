@@ -29,7 +29,7 @@ from vkback.autotune.program_sweep import (
     replaced,
 )
 from vkback.autotune.tunable import TuneResult
-from vkback.cli.tune_parts import of_model
+from vkback.cli.tune_families import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.models.registry import Model

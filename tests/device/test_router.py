@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params, without_subgroups
 
-from vkback.cli.tune_parts import of_model
+from vkback.cli.tune_families import of_model
 from vkback.device import Device
 from vkback.graph import Tensor
 from vkback.harness.runner import run_case, run_problem

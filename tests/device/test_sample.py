@@ -16,7 +16,7 @@ from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, Params, Sample, noise, pick
 from vkback.ops.storage import nbytes
-from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.schedule import Schedule, allocate, into_stages
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -58,7 +58,7 @@ def run_loop(
     values = {"logits": logits.astype(np.float32), "loop": sampler.words(capacity), "tokens": np.zeros(1, np.int32)}
     values["pos"] = np.array([10], np.int32)
     stages = into_stages(SAMPLE.lower(node, ctx))
-    slots, size = place(stages)
+    slots, size = allocate(stages)
     with device.arena("loop", 1 << 20, "device") as arena:
         ranges: dict[str, BufferRange] = {}
         for t in inputs:

@@ -21,7 +21,7 @@ from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, Params
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.schedule import Schedule, allocate, into_stages
 from vkback.program import Program
 from vkback.shader import ShaderLibrary
 
@@ -86,7 +86,7 @@ def run_steps(
     """The inputs after submits of so many steps each, all of the same logits."""
     stages = into_stages([d for node in nodes for d in OPS[node.op].lower(node, ctx)])
     inputs = {t.name: t for node in nodes for t in node.inputs if t.kind == "input"}
-    slots, size = place(stages)
+    slots, size = allocate(stages)
     with device.arena("columns", 1 << 20, "device") as arena:
         ranges: dict[str, BufferRange] = {}
         for t in inputs.values():

@@ -27,7 +27,7 @@ from vkback.autotune.points import Point, Task, actual, axes, lowered, neighbour
 from vkback.autotune.problem import LinearProblem
 from vkback.autotune.search import beats
 from vkback.autotune.tunable import TuneResult
-from vkback.cli.tune_parts import of_model
+from vkback.cli.tune_families import of_model
 from vkback.device import Capabilities, Device
 from vkback.harness.cases import find_case
 from vkback.harness.lines import cases_of

@@ -14,7 +14,7 @@ from kernel_paths import planned_for, with_params, without_subgroups
 from validation_kit import use, validated
 
 from vkback.autotune.problem import LinearProblem
-from vkback.cli.tune_parts import of_model
+from vkback.cli.tune_families import of_model
 from vkback.device import Device, profile_ids
 from vkback.engine import engine as engine_module
 from vkback.engine.engine import Engine

@@ -24,7 +24,7 @@ from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import PlanError
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule, into_stages, place
+from vkback.plan.schedule import Schedule, allocate, into_stages
 from vkback.plan.sync import ARRIVALS, STATE
 from vkback.shader import ShaderLibrary, Variant
 
@@ -271,7 +271,7 @@ def test_stages_keep_the_order_of_everything_that_touches(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_tensors_alive_together_lie_apart(seed: int) -> None:
     stages = into_stages(list(random_dispatches(np.random.default_rng(seed), 12)))
-    slots, size = place(stages, ["t0"])
+    slots, size = allocate(stages, ["t0"])
     check_memory(Schedule(stages, slots, size))
     kept = slots["t0"]
     first = min(i for i, stage in enumerate(stages) for d in stage for a in d.args if a.tensor.name == "t0")
@@ -283,7 +283,7 @@ def test_memory_is_given_again() -> None:
     """A chain of tensors of one size needs two of them at a time."""
     chain = [Tensor(f"t{i}", "F32", (100,)) for i in range(9)]
     dispatches = [Dispatch(Variant("none.comp"), (Arg(a), Arg(b, "w")), b"", (1, 1, 1), "TEST", b.name) for a, b in pairwise(chain)]
-    _, size = place(into_stages(dispatches))
+    _, size = allocate(into_stages(dispatches))
     assert size == 2 * 512
 
 
@@ -309,7 +309,7 @@ def test_activations_lie_in_blocks_of_the_largest_buffer() -> None:
     tensors = [Tensor(f"t{i}", "F32", (n,)) for i, n in enumerate((700, 500, 900, 100, 800, 300))]
     made = [[Dispatch(Variant("norm/norm.comp"), (Arg(t, "w"),), b"", (1, 1, 1), "X", t.name)] for t in tensors]
     readers = [Dispatch(Variant("norm/norm.comp"), tuple(Arg(t) for t in tensors), b"", (1, 1, 1), "X", "last")]
-    slots, size = place([*made, readers], block=4096)
+    slots, size = allocate([*made, readers], block=4096)
     assert all(s.offset // 4096 == (s.offset + s.size - 1) // 4096 for s in slots.values())
     ordered = sorted(slots.values(), key=lambda s: s.offset)
     assert all(a.offset + a.size <= b.offset for a, b in pairwise(ordered))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
-from vkback.cli.tune_parts import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, PARTS, Paths, TuneRequest
+from vkback.cli.tune_families import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, TASKS_OF, Paths, TuneRequest
 from vkback.cli.tune_show import pictures, watched
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class _Run:
 
 
 def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
-    """Tune families one after the other, each with the part of the budget that it has of the tasks. Whether any kernel was wrong. told:
+    """Tune families one after the other, each with the share of the budget that it has of the tasks. Whether any kernel was wrong. told:
     gets what came of it as plain values."""
     from vkback.autotune.device_table import DeviceTable, table_lock
     from vkback.autotune.driver import Sweep
@@ -137,37 +137,37 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
     with Device.open(run.device) as opened, contextlib.ExitStack() as stack:
         print(opened.caps.summary_line())
         ctx = _context(opened)
-        parts = [part for op in ops for part in PARTS[op](opened, request, ctx) if part.tasks]
-        total = sum(len(part.tasks) for part in parts)
+        families = [family for op in ops for family in TASKS_OF[op](opened, request, ctx) if family.tasks]
+        total = sum(len(family.tasks) for family in families)
         if not total:
             raise UsageError(f"nothing to tune on {opened.caps.name}: --path {request.paths} leaves no kernel, or all was passed over")
         # Two runs would measure each other, and the second would overwrite the first one's rows.
         stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
         own, rate = DeviceTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
-        counts = "; ".join(f"{len(part.tasks)} {part.noun}{part.about}" for part in parts)
+        counts = "; ".join(f"{len(family.tasks)} {family.noun}{family.about}" for family in families)
         print(f"read rate {rate:.1f} GB/s; {counts}, {run.budget_s:.0f} s", flush=True)
         results: list[Sequence[TuneResult[Any]]] = []
         faults: list[str] = []
         with watched(run.verbose) as watcher:
-            for part in parts:
-                done = sum(own.journal.finished(task.key) for task in part.tasks) if run.resume else 0
+            for family in families:
+                done = sum(own.journal.finished(task.key) for task in family.tasks) if run.resume else 0
                 if done:
-                    print(f"{done} of {len(part.tasks)} {part.noun} were finished by an earlier run")
-                # Rows found by the parts before are in the tables that this one starts from.
-                tunable = part.make(dataclasses.replace(ctx, tuning=own.tables()))
-                budget = run.budget_s * len(part.tasks) / total
-                sweep = Sweep(tunable, own, rate, budget_s=budget, watcher=part.watch(watcher))
-                results.append(sweep.run(part.tasks, resume=run.resume))
+                    print(f"{done} of {len(family.tasks)} {family.noun} were finished by an earlier run")
+                # Rows found by the families before are in the tables that this one starts from.
+                tunable = family.make(dataclasses.replace(ctx, tuning=own.tables()))
+                budget = run.budget_s * len(family.tasks) / total
+                sweep = Sweep(tunable, own, rate, budget_s=budget, watcher=family.watch(watcher))
+                results.append(sweep.run(family.tasks, resume=run.resume))
                 faults += sweep.faults
-        for part, found in zip(parts, results, strict=True):
-            part.show(found, own)
+        for family, found in zip(families, results, strict=True):
+            family.show(found, own)
         for fault in faults:
             print(fault)
-        for part, found in zip(parts, results, strict=True):
-            left = sum(not own.journal.finished(task.key) for task in part.tasks)
+        for family, found in zip(families, results, strict=True):
+            left = sum(not own.journal.finished(task.key) for task in family.tasks)
             if left:
-                print(f"{left} of {len(part.tasks)} {part.noun} were not reached; --resume goes on with them")
-            print(f"{sum(r.kept for r in found)} of {len(found)} {part.noun} improved")
+                print(f"{left} of {len(family.tasks)} {family.noun} were not reached; --resume goes on with them")
+            print(f"{sum(r.kept for r in found)} of {len(found)} {family.noun} improved")
         print(f"{time.monotonic() - start:.0f} s; table {own.path}")
         drawn = list(pictures(own, opened, ops, picture))
         print("\n".join(drawn))
@@ -175,11 +175,11 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
             told["device"], told["read_gb_s"], told["seconds"] = opened.caps.name, rate, time.monotonic() - start
             told["table"], told["pictures"], told["faults"] = str(own.path), drawn, faults
             told["results"] = [
-                {"jobs": part.noun, "kept": r.kept, "percent": r.percent, **r.to_json()}
-                for part, found in zip(parts, results, strict=True)
+                {"jobs": family.noun, "kept": r.kept, "percent": r.percent, **r.to_json()}
+                for family, found in zip(families, results, strict=True)
                 for r in found
             ]
-            told["left"] = {part.noun: sum(not own.journal.finished(task.key) for task in part.tasks) for part in parts}
+            told["left"] = {family.noun: sum(not own.journal.finished(task.key) for task in family.tasks) for family in families}
     return bool(faults) or any(r.wrong for found in results for r in found)
 
 

@@ -180,7 +180,7 @@ def walked(config: GemvConfig) -> tuple[int, int]:
 def executed_by(listing: Listing, config: GemvConfig) -> Counter[str]:
     """Instructions by class that a thread of a GEMV issues for a tile.
 
-    The walk is the largest loop, or unrolled. On the integer path its dot products tell how often it turns; on the float path the source
+    The walk is the largest loop, or unrolled. On the integer path its dot products tell how often it iterates; on the float path the source
     does, unless the compiler unrolled all of it.
     """
     loop = listing.largest_loop()
@@ -189,10 +189,10 @@ def executed_by(listing: Listing, config: GemvConfig) -> Counter[str]:
     units, chunks = walked(config)
     inside, once = listing.inside(loop)["dot"], listing.executed()["dot"]
     if config.path == "int" and inside:
-        turns = max(1, round((DOTS.get(config.quant, 8) * units - (once - inside)) / inside))
+        iterations = max(1, round((DOTS.get(config.quant, 8) * units - (once - inside)) / inside))
     else:
-        turns = chunks if config.prefetch == "none" else max(1, chunks - 1)
-    return listing.executed(loop, turns)
+        iterations = chunks if config.prefetch == "none" else max(1, chunks - 1)
+    return listing.executed(loop, iterations)
 
 
 def short_walks(dispatch: Dispatch, config: GemvConfig) -> list[Dispatch]:

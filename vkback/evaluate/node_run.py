@@ -21,7 +21,7 @@ from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import Act, LowerContext
 from vkback.plan.planner import fused_nodes, plan
-from vkback.plan.schedule import Schedule, Slot, place_unaliased
+from vkback.plan.schedule import Schedule, Slot, allocate_unaliased
 from vkback.program import Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.program.values import NAN_WORD, decoded
@@ -99,8 +99,8 @@ def graph_of(model: Model, batch: Batch) -> Graph:
 def unaliased(schedule: Schedule) -> Schedule:
     """The schedule with memory of its own for every tensor."""
     names = frozenset(schedule.slots)
-    slots, size = place_unaliased(schedule.stages, names - schedule.sentinel_tensors, 0)
-    spun_on, end = place_unaliased(schedule.stages, schedule.sentinel_tensors, size)
+    slots, size = allocate_unaliased(schedule.stages, names - schedule.sentinel_tensors, 0)
+    spun_on, end = allocate_unaliased(schedule.stages, schedule.sentinel_tensors, size)
     return dataclasses.replace(schedule, slots=slots | spun_on, activation_bytes=end, sentinel_range=Slot(size, end - size))
 
 

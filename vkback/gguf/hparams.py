@@ -81,7 +81,7 @@ class HParams:
     softcap       c of the logits c tanh(x / c); 0: they are x
     window        rows that a token sees in the layers which have a sliding window, 0 without
     weights       every tensor of the file by name
-    places        of a split model, the file of each
+    files         of a split model, the file of each
     """
 
     path: Path
@@ -106,7 +106,7 @@ class HParams:
     expert_scale: float
     softcap: float
     weights: Mapping[str, Tensor] = field(compare=False, hash=False, repr=False)
-    places: Mapping[str, Path] = field(compare=False, hash=False, repr=False, default_factory=dict)
+    files: Mapping[str, Path] = field(compare=False, hash=False, repr=False, default_factory=dict)
 
     @property
     def heads(self) -> Heads:
@@ -121,7 +121,7 @@ class HParams:
         if found is None:
             raise self.missing(name)
         if found.shape != shape:
-            path = self.places.get(name, self.path)
+            path = self.files.get(name, self.path)
             raise GgufError(f"[gguf] {path}: tensor {name} has shape {list(found.shape)}, the hyperparameters say {list(shape)}")
         return found
 
@@ -185,7 +185,7 @@ class Metadata:
             expert_scale=self.positive_or("expert_weights_scale", 1.0, most=LARGE) if moe else 1.0,
             softcap=self.positive_or("final_logit_softcapping", 0.0, most=LARGE),
             weights={name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in self._f.tensors.items()},
-            places={name: self._f.where(name) for name in self._f.tensors} if len(self._f.files) > 1 else {},
+            files={name: self._f.where(name) for name in self._f.tensors} if len(self._f.files) > 1 else {},
         )
 
     def key(self, name: str) -> str:

@@ -67,7 +67,7 @@ def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 
 def _sizes(params: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Whole numbers among the parameters, largest first: name, and the place in a tuple (-1 for a plain one)."""
+    """Whole numbers among the parameters, largest first: name, and the index in a tuple (-1 for a plain one)."""
     found: list[tuple[int, tuple[str, int]]] = []
     for name, value in params.items():
         if name in FIXED or isinstance(value, bool):
@@ -80,13 +80,13 @@ def _sizes(params: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _least(case: Case, key: tuple[str, int], fails: Callable[[Case], bool]) -> Case | None:
-    name, place = key
-    value = case.params[name] if place < 0 else case.params[name][place]
+    name, index = key
+    value = case.params[name] if index < 0 else case.params[name][index]
     step = next((_block(case.params[t]) for t, columns in TYPE_AND_COLUMNS if t in case.params and columns == name), 1)
     passing, failing, best = 0, value // step, None
     while failing - passing > 1:
         middle = (passing + failing) // 2
-        candidate = _with(case, name, place, middle * step)
+        candidate = _with(case, name, index, middle * step)
         if candidate is not None and fails(candidate):
             failing, best = middle, candidate
         else:
@@ -99,10 +99,10 @@ def _block(type: str) -> int:
     return known.block_values if known else 1
 
 
-def _with(case: Case, name: str, place: int, value: int) -> Case | None:
+def _with(case: Case, name: str, index: int, value: int) -> Case | None:
     """The case with another size; None where there is no such case."""
     old = case.params[name]
-    new: Any = value if place < 0 else (*old[:place], value, *old[place + 1 :])
+    new: Any = value if index < 0 else (*old[:index], value, *old[index + 1 :])
     try:
         candidate = make_case(case.op, {**case.params, name: new})
         candidate.build()

@@ -17,7 +17,7 @@ from vkback.plan.passes.fuse import fuse
 from vkback.plan.passes.heads import store_by_products
 from vkback.plan.passes.pack import pack_activations
 from vkback.plan.passes.training import fuse_training, without_repeats
-from vkback.plan.schedule import Schedule, Slot, in_one_block, into_stages, place, place_unaliased
+from vkback.plan.schedule import Schedule, Slot, allocate, allocate_unaliased, in_one_block, into_stages
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
@@ -51,7 +51,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
         check_limits(dispatch, ctx.caps)
     block = ctx.caps.largest_buffer
     own = schedule.sentinel_tensors | schedule.counted_tensors
-    slots, size = place(schedule.stages, [t.name for t in graph.outputs], own, block)
+    slots, size = allocate(schedule.stages, [t.name for t in graph.outputs], own, block)
     counted, size, _ = _unaliased_in_a_block(schedule, schedule.counted_tensors, size, block)
     spun_on, end, first = _unaliased_in_a_block(schedule, schedule.sentinel_tensors, size, block)
     return dataclasses.replace(
@@ -66,9 +66,9 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
 
 def _unaliased_in_a_block(schedule: Schedule, names: frozenset[str], start: int, block: int) -> tuple[dict[str, Slot], int, int]:
     """Slots for tensors that share memory with no other, all in one block; where they end and where they begin."""
-    slots, end = place_unaliased(schedule.stages, names, start)
+    slots, end = allocate_unaliased(schedule.stages, names, start)
     if (first := in_one_block(start, max(1, end - start), block)) != start:
-        slots, end = place_unaliased(schedule.stages, names, first)
+        slots, end = allocate_unaliased(schedule.stages, names, first)
     return slots, end, first
 
 

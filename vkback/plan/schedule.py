@@ -113,13 +113,13 @@ def in_one_block(offset: int, size: int, block: int) -> int:
     return offset if offset // block == (offset + size - 1) // block else ceil_div(offset, block) * block
 
 
-def place(
+def allocate(
     stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), elsewhere: frozenset[str] = frozenset(), block: int = 1 << 62
 ) -> tuple[dict[str, Slot], int]:
     """Offsets for all tensors of kind "node": memory is reused once the last stage that touches its tensor has passed.
 
     keep   names of tensors that must survive to the end (graph outputs)
-    elsewhere  names of tensors that are placed elsewhere
+    elsewhere  names of tensors with memory of their own
     block  bytes of a block; no tensor crosses blocks
     Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
     """
@@ -159,7 +159,7 @@ def place(
     return slots, total
 
 
-def place_unaliased(stages: Sequence[Sequence[Dispatch]], names: frozenset[str], start: int) -> tuple[dict[str, Slot], int]:
+def allocate_unaliased(stages: Sequence[Sequence[Dispatch]], names: frozenset[str], start: int) -> tuple[dict[str, Slot], int]:
     """Offsets from `start` on for tensors that share memory with no other; returns the slots and where they end."""
     sizes = {a.tensor.name: aligned(nbytes(a.tensor)) for stage in stages for d in stage for a in d.args if a.tensor.name in names}
     slots: dict[str, Slot] = {}

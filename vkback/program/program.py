@@ -65,12 +65,12 @@ class Program:
         self.overflow: BufferRange | None = None
         self._kernels = compile_kernels(device, library, schedule.dispatches())
         try:
-            self._place(activations)
+            self._allocate_nodes(activations)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, activations: BufferRange | Sequence[BufferRange] | None) -> None:
+    def _allocate_nodes(self, activations: BufferRange | Sequence[BufferRange] | None) -> None:
         """Give nodes and counters their memory."""
         schedule = self.schedule
         if schedule.activation_bytes:
@@ -80,13 +80,13 @@ class Program:
                 activations = [arena.alloc(size, "activations") for size in schedule.blocks]
             blocks = [activations] if isinstance(activations, BufferRange) else activations
 
-            def part(slot: Slot) -> BufferRange:
+            def of_slot(slot: Slot) -> BufferRange:
                 number, offset = divmod(slot.offset, schedule.block_bytes)
                 return blocks[number].slice(offset, slot.size)
 
-            self._ranges |= {name: part(slot) for name, slot in schedule.slots.items()}
+            self._ranges |= {name: of_slot(slot) for name, slot in schedule.slots.items()}
             if schedule.sentinel_range.size:
-                self._sentinel = part(schedule.sentinel_range)
+                self._sentinel = of_slot(schedule.sentinel_range)
         counters = [t for t in schedule.tensors().values() if t.kind == "counter" and t.name not in self._ranges]
         counters.sort(key=is_overflow_word)
         if counters:

@@ -144,11 +144,11 @@ class DeviceSteps:
                     self.ctx = replace(self.ctx, beyond_f16=loaded.beyond_f16, coarse=loaded.coarse)
                     self.schedules = self._planned()
             block = self._allocate("gradients and states of the optimizer", [nbytes(t) for t in own])
-            for t, place in zip(own, block, strict=True):
+            for t, buffer in zip(own, block, strict=True):
                 if t.kind == "weight":
-                    self._weights[t.name] = WeightRanges((place,))
+                    self._weights[t.name] = WeightRanges((buffer,))
                 else:
-                    self._ranges[t.name] = place
+                    self._ranges[t.name] = buffer
                 self.write(t, np.zeros(t.shape, np.float32))
             block = self._allocate("inputs", [nbytes(t) for t in inputs.values()])
             self._ranges |= dict(zip(inputs, block, strict=True))
@@ -172,8 +172,8 @@ class DeviceSteps:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory taken: weights, gradients, states, activations."""
-        return sum(place.size for w in self._weights.values() for place in w.shards) + sum(
-            place.size for place in (*self._ranges.values(), *self._activations)
+        return sum(buffer.size for w in self._weights.values() for buffer in w.shards) + sum(
+            buffer.size for buffer in (*self._ranges.values(), *self._activations)
         )
 
     def prepare(self, graph: str) -> None:
@@ -213,47 +213,47 @@ class DeviceSteps:
             ticket.wait()
         program = self._programs[graph]
         outputs = self._graphs[graph].outputs
-        places = [program.range(t.name) for t in outputs] + ([program.overflow] if program.overflow is not None else [])
-        if not places:
+        buffers = [program.range(t.name) for t in outputs] + ([program.overflow] if program.overflow is not None else [])
+        if not buffers:
             return []
-        raw = self.device.download_many(places)
-        ends = np.cumsum([place.size for place in places])
+        raw = self.device.download_many(buffers)
+        ends = np.cumsum([buffer.size for buffer in buffers])
         pieces = np.split(raw, ends[:-1])
         if program.overflow is not None:
             self._check_range(program, program.overflow, pieces.pop().view(np.uint32))
         return [decoded(t, piece, self.device.caps) for t, piece in zip(outputs, pieces, strict=True)]
 
-    def _check_range(self, program: Program, place: BufferRange, words: npt.NDArray[np.uint32]) -> None:
+    def _check_range(self, program: Program, buffer: BufferRange, words: npt.NDArray[np.uint32]) -> None:
         """Raises F16RangeError where a kernel has packed what is no number. Rows are packed by powers of two of their own: no number is
-        beyond the range of f16. words: the program's overflow words, of which `place` is the memory."""
+        beyond the range of f16. words: the program's overflow words, of which `buffer` is the memory."""
         if found := program.overflowed(words):
-            self.device.upload(place, np.zeros_like(words))
+            self.device.upload(buffer, np.zeros_like(words))
             name = next(iter(found)).removesuffix(SUFFIX)
             raise F16RangeError(
                 f"[train] {name}: activations or gradients are infinite or no numbers: lower the learning rate, or bound the gradients"
             )
 
-    def _places(self, tensor: Tensor) -> Sequence[BufferRange]:
+    def _buffers_of(self, tensor: Tensor) -> Sequence[BufferRange]:
         return self._weights[tensor.name].shards if tensor.kind == "weight" else (self._ranges[tensor.name],)
 
-    def _decoded(self, tensor: Tensor, places: Sequence[BufferRange]) -> Array:
-        if len(places) == 1:
-            return decoded(tensor, self.device.download(places[0]), self.device.caps)
+    def _decoded(self, tensor: Tensor, buffers: Sequence[BufferRange]) -> Array:
+        if len(buffers) == 1:
+            return decoded(tensor, self.device.download(buffers[0]), self.device.caps)
         rows = [
-            decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(place), self.device.caps)
-            for s, place in zip(shards(tensor, self.device.caps), places, strict=True)
+            decoded(replace(tensor, shape=(s.rows, tensor.shape[-1])), self.device.download(buffer), self.device.caps)
+            for s, buffer in zip(shards(tensor, self.device.caps), buffers, strict=True)
         ]
         return np.concatenate(rows).reshape(tensor.shape)
 
     def read(self, tensor: Tensor) -> Array:
-        return self._decoded(tensor, self._places(tensor))
+        return self._decoded(tensor, self._buffers_of(tensor))
 
     def write(self, tensor: Tensor, value: Array) -> None:
         raw = np.ascontiguousarray(value, np.float32)
         if in_planes(tensor):
             raw = raw.reshape(-1, tensor.shape[-1]).view(np.uint8)
-        for place, data in zip(self._places(tensor), stored_bytes(tensor, raw, self.device.caps), strict=True):
-            self.device.upload(place, data)
+        for buffer, data in zip(self._buffers_of(tensor), stored_bytes(tensor, raw, self.device.caps), strict=True):
+            self.device.upload(buffer, data)
 
     def close(self) -> None:
         for program in self._programs.values():

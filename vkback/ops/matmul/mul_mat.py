@@ -79,7 +79,7 @@ class _Plain(Op):
         return Linear().rounded(inputs, self.fused(node), ctx)
 
 
-TURNS = ((1, 2, 5, 8, 17), (1, 3, 9, 17), (1, 2, 16, 17))
+TOKENS_IN_TURN = ((1, 2, 5, 8, 17), (1, 3, 9, 17), (1, 2, 16, 17))
 """Numbers of tokens that types take in turn in the quick set: each is a kernel, which takes a CPU driver a second to compile. The full set
 has all of them of every type."""
 
@@ -142,17 +142,17 @@ class MulMat(_Plain):
         return batched.rounded(inputs, node, ctx) if batched.is_batched(node) else super().rounded(inputs, node, ctx)
 
     def cases(self) -> Iterator[Case]:
-        for place, quant in enumerate(QUANTS):
+        for number, quant in enumerate(QUANTS):
             if quant in RARE:
                 yield mul_mat_case(quant, 19, 5, 256)
                 yield mul_mat_case(quant, 131, 1, 2048)
                 yield mul_mat_case(quant, 33, 2, 2048)
                 yield _with_a_tail(quant)
                 continue
-            turn = place % len(TURNS)
-            for n in (1, 2, 3, 5, 8, 9, 16, 17) if quant in ("Q4_K", "Q8_0") else TURNS[turn]:
+            group = number % len(TOKENS_IN_TURN)
+            for n in (1, 2, 3, 5, 8, 9, 16, 17) if quant in ("Q4_K", "Q8_0") else TOKENS_IN_TURN[group]:
                 yield mul_mat_case(quant, 16, n, 256)
-            if turn == 0:
+            if group == 0:
                 yield mul_mat_case(quant, 1, 9, 256)  # several tokens: a single value may be small by chance, and its NMSE large
             yield mul_mat_case(quant, 131, 1, 2048)
             yield mul_mat_case(quant, 33, 2, 4096)

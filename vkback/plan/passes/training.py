@@ -44,10 +44,10 @@ def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> N
     is still being scaled while the product with the weight is made; else the later one."""
     if not _alike(add):
         return None
-    places = {id(node): i for i, node in enumerate(nodes)}
+    numbers = {id(node): i for i, node in enumerate(nodes)}
     pairs = [(index.producer.get(mine.name), mine, other) for mine, other in (add.inputs, add.inputs[::-1])]
     fusable = [(node, other) for node, mine, other in pairs if node is not None and index.read_once(mine) and mine.name != other.name]
-    for product, other in sorted(fusable, key=lambda pair: (not _of_factor(pair[0], ctx), -places[id(pair[0])])):
+    for product, other in sorted(fusable, key=lambda pair: (not _of_factor(pair[0], ctx), -numbers[id(pair[0])])):
         if product.op == "MUL_MAT_BACK" and len(product.inputs) == 2 and adds(product, ctx):
             fused = dataclasses.replace(product, inputs=(*product.inputs, other), outputs=add.outputs)
             return replace(nodes, [product, add], [fused])
@@ -65,13 +65,13 @@ def _into_base(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Node
     """For y + h where y = W x + B a was fused already: W x adds h, if h exists before it."""
     if not _alike(add):
         return None
-    places = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
+    numbers = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
     for mine, other in (add.inputs, add.inputs[::-1]):
         up = index.one_use_producer(mine, "LINEAR")
         if up is None or up.params["roles"] != ROLES:
             continue
         base = index.one_use_producer(up.inputs[2], "MUL_MAT")
-        if base is None or not _takes_residual(base, ctx) or places.get(other.name, -1) > places[base.name]:
+        if base is None or not _takes_residual(base, ctx) or numbers.get(other.name, -1) > numbers[base.name]:
             continue
         summed = _with_residual(base, other, base.outputs[0])
         nodes = replace(nodes, [base], [summed])

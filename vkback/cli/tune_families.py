@@ -45,12 +45,12 @@ class TuneRequest:
 
 
 @dataclasses.dataclass
-class Part:
+class FamilyTasks:
     """Tasks of one tunable.
 
     noun   what they are
     about  said beside their number
-    make   the tunable, once the parts before are done
+    make   the tunable, once the families before are tuned
     watch  prints what the bar does not show of them
     show   prints results, all at the end, of this run and from the journal
     """
@@ -66,7 +66,7 @@ class Part:
 # -- GEMVs
 
 
-def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
+def _gemv_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
     """GEMVs in a token's program where it has barrier-free stages, the others in chains."""
     from vkback.autotune.chain_sweep import ChainGemvs
     from vkback.autotune.points import tasks_for
@@ -87,8 +87,8 @@ def _gemv_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
         return ProgramGemvs(partial(Tokens, Model.open(model_path(request.model)), device, library, ctx), ctx)
 
     return [
-        Part("GEMVs", inside, in_program, show_gemvs, f", {len(inside)} of them in the program of a token"),
-        Part("GEMVs", chain, lambda ctx: ChainGemvs(device, library, ctx), show_gemvs),
+        FamilyTasks("GEMVs", inside, in_program, show_gemvs, f", {len(inside)} of them in the program of a token"),
+        FamilyTasks("GEMVs", chain, lambda ctx: ChainGemvs(device, library, ctx), show_gemvs),
     ]
 
 
@@ -145,7 +145,7 @@ def of_model(model: str, tokens: int, ctx: LowerContext) -> Iterator[tuple[Linea
 # -- products of several tokens
 
 
-def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
+def _gemm_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
     from vkback.autotune.gemm_points import tasks_for
     from vkback.autotune.gemm_sweep import Gemms
     from vkback.engine.prompts import default_ubatch
@@ -167,13 +167,13 @@ def _gemm_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list
         show_gemms(results, made[-1].quickest, device)
         show_crossings(own, tasks)
 
-    return [Part("products of several tokens", tasks, make, show)]
+    return [FamilyTasks("products of several tokens", tasks, make, show)]
 
 
 # -- attention
 
 
-def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) -> list[Part]:
+def _attention_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
     """Attention of a model's token, in its program, and of its prompt, in chains of launches."""
     from vkback.autotune.attention import Attention, AttentionTask, attention_shapes
     from vkback.autotune.attention_prompts import PromptAttention, tasks_for
@@ -188,7 +188,7 @@ def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) ->
     opened, library = Model.open(model_path(request.model)), ShaderLibrary()
     tokens = request.tokens or (1, default_ubatch(device.caps))
     depth = fitting_depth(opened, request.n_ctx, DEPTH if request.depth is None else request.depth)
-    parts: list[Part] = []
+    families: list[FamilyTasks] = []
     for n in (n for n in tokens if 1 < n <= DECODE_TOKENS):
         print(f"attention of {n} tokens passed over: sweeps are of one token, or of prompts of more than {DECODE_TOKENS}")
     if 1 in tokens:
@@ -197,7 +197,7 @@ def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) ->
         def in_program(ctx: LowerContext) -> Attention:
             return Attention(partial(Tokens, opened, device, library, ctx, n_ctx=request.n_ctx, depth=depth), ctx)
 
-        parts.append(Part("shapes of attention", tasks, in_program, nothing, watch=partial(printing, unit="us a token")))
+        families.append(FamilyTasks("shapes of attention", tasks, in_program, nothing, watch=partial(printing, unit="us a token")))
     prompts: list[Any] = []
     for n in (n for n in tokens if n > DECODE_TOKENS):
         found, said = tasks_for(fuse(opened.graph(n, n, head="all"), ctx), request.depth or 0, ctx)
@@ -205,12 +205,12 @@ def _attention_parts(device: Device, request: TuneRequest, ctx: LowerContext) ->
         for text in said:
             print(text)
     watch = partial(printing, unit="us")
-    parts.append(Part("attentions of a prompt", prompts, lambda ctx: PromptAttention(device, library, ctx), nothing, watch=watch))
-    return parts
+    families.append(FamilyTasks("attentions of a prompt", prompts, lambda ctx: PromptAttention(device, library, ctx), nothing, watch=watch))
+    return families
 
 
-PARTS: dict[str, Callable[[Device, TuneRequest, LowerContext], list[Part]]] = {
-    "gemv": _gemv_parts,
-    "gemm": _gemm_parts,
-    "attention": _attention_parts,
+TASKS_OF: dict[str, Callable[[Device, TuneRequest, LowerContext], list[FamilyTasks]]] = {
+    "gemv": _gemv_tasks,
+    "gemm": _gemm_tasks,
+    "attention": _attention_tasks,
 }
