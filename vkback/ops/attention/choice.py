@@ -23,6 +23,9 @@ from vkback.quants import UNIT
 
 HEAD_SIZE_MULTIPLE = 8
 
+TABLED_TOKENS = 16
+"""Tokens up to which tables choose among shapes of the kernel for few tokens."""
+
 declare(
     "attention",
     match={"n": "number", "n_head": "number", "n_head_kv": "number", "head_dim": "number", "n_ctx": "number"},
@@ -106,8 +109,9 @@ def choose(node: Node, ctx: LowerContext) -> AttentionChoice:
     n, n_head = (1, int(node.params["n_head"])) if fused else node.inputs[0].shape[:2]
     n_head_kv, _, hd = cache_k.shape
     check(node, ctx, cache_k, cache_v, n_head)
-    params = ctx.tuning.pick("attention", n=n, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=rows_of(node))
     decode = fused or page_of(node)  # no kernel for prompts reads pages
+    few = min(n, TABLED_TOKENS) if decode else n  # rows of tables for more tokens are for those kernels
+    params = ctx.tuning.pick("attention", n=few, n_head=n_head, n_head_kv=n_head_kv, head_dim=hd, n_ctx=rows_of(node))
     vd = v_dim(node, cache_v)
     latent = not fused and cache_k.name == cache_v.name
     return AttentionChoice(
