@@ -411,9 +411,9 @@ class LoadedModel:
             self._told_of_system = True
             warnings.warn(f"[chat] {self.name}: {MOVED_SYSTEM}", ChatTemplateWarning, stacklevel=4)
 
-    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]], template: str | None) -> list[int]:
-        """The tokens of `chat_prompt`."""
-        return self.chat_prompt(messages, template).ids
+    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]] | ChatPrompt, template: str | None) -> list[int]:
+        """The tokens of `chat_prompt`, or of what it has given."""
+        return messages.ids if isinstance(messages, ChatPrompt) else self.chat_prompt(messages, template).ids
 
     @property
     def _spelled_ends(self) -> tuple[str, str]:

@@ -61,6 +61,8 @@ def serve(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
     max_time: Annotated[float, typer.Option(min=0.1, help="Seconds of a request, waiting included.")] = 600.0,
+    strict: Annotated[bool, typer.Option(help="Refuse fields of requests that there are not.")] = False,
+    strict_model: Annotated[bool, typer.Option(help="Refuse other names of a model than this one's.")] = False,
     reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with the one before it.")] = True,
     device: DeviceOption = None,
     ctx: ContextOption = None,
@@ -104,7 +106,8 @@ def serve(
             print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
         print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
         hosts = hosts_of(host, allowed_hosts or [])
-        app = build_app(worker, api_key=api_key, limits=Limits(max_body, max_tokens, max_time), template=chosen, hosts=hosts)
+        limits = Limits(max_body, max_tokens, max_time)
+        app = build_app(worker, api_key=api_key, limits=limits, template=chosen, hosts=hosts, strict=strict, strict_model=strict_model)
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -22,12 +24,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vkback.api import Chunk, Result
+from vkback.api import ChatTemplateError, Chunk, LoadedModel, ModelError, Result
+from vkback.api.errors import ContextLengthError
+from vkback.api.model import MOVED_SYSTEM, ChatPrompt
+from vkback.api.reasoning import NO_MARKS
+from vkback.gguf.vocabularies import TokenizerError
 from vkback.server import replies, request_log, schema
 from vkback.server.errors import (
     BadRequest,
     BodyTimeout,
     BodyTooLarge,
+    ContextTooLong,
     NotJson,
     ServerError,
     Unauthorized,
@@ -36,7 +43,13 @@ from vkback.server.errors import (
     WrongHost,
 )
 from vkback.server.metrics import Collector
+from vkback.server.texts import RequestT, Texts
 from vkback.server.worker import Event, QueuedRequest, Worker
+
+log = logging.getLogger("vkback.server")
+
+MAX_SAID = 1000
+"""Names of fields that are kept, so that each is said once."""
 
 GRACE_S = 5.0
 """Above the time of a request, until it is answered without the worker: its step is hanging, or reads a long prompt."""
@@ -67,15 +80,25 @@ class Turn:
 
 
 def build_app(
-    worker: Worker, *, api_key: str | None = None, limits: Limits | None = None, template: str | None = None, hosts: Sequence[str] = ("*",)
+    worker: Worker,
+    *,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    template: str | None = None,
+    hosts: Sequence[str] = ("*",),
+    strict: bool = False,
+    strict_model: bool = False,
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
-    template  of chats, in the place of the model's own
-    hosts     names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name was
-              made to mean this machine has none of them
+    template      of chats, in the place of the model's own
+    strict        fields that there are not are refused
+    strict_model  so are names of models but the server's
+    hosts         names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
+                  was made to mean this machine has none of them
     """
-    server = Server(worker, api_key, limits or Limits(), template)
+    server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model)
+    texts = Texts(worker, server.authorize, server.parsed, server.composed, template)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -91,6 +114,12 @@ def build_app(
             Route("/v1/models/{name:path}", server.model),
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/chat/completions", server.chat, methods=["POST"]),  # of clients whose address ends before /v1, as llama-server has it
+            Route("/models", server.models),
+            Route("/props", texts.props),
+            Route("/tokenize", texts.tokenize, methods=["POST"]),
+            Route("/detokenize", texts.detokenize, methods=["POST"]),
+            Route("/apply-template", texts.apply_template, methods=["POST"]),
         ],
         exception_handlers={ServerError: on_error, HTTPException: on_http_error, Exception: on_fault},
         middleware=[Middleware(request_log.RequestLog), Middleware(HostCheck, hosts=tuple(hosts))],
@@ -149,8 +178,13 @@ async def on_fault(request: Request, error: Exception) -> Response:
 class Server:
     """What the endpoints share."""
 
-    def __init__(self, worker: Worker, api_key: str | None, limits: Limits, template: str | None) -> None:
+    def __init__(
+        self, worker: Worker, api_key: str | None, limits: Limits, template: str | None, *, strict: bool = False, strict_model: bool = False
+    ) -> None:
         self.worker, self._key, self._limits, self._template = worker, api_key, limits, template
+        self._strict, self._strict_model = strict, strict_model
+        self._said: set[str] = set()
+        self._facts = facts_of(worker.model)
         self._created = int(time.time())
         self._page = resources.files("vkback.server").joinpath("page.html").read_text(encoding="utf-8")
         self._registry = CollectorRegistry()
@@ -175,29 +209,55 @@ class Server:
         return JSONResponse(body, 200 if worker.state in ("idle", "busy") else 503)
 
     async def metrics(self, request: Request) -> Response:
-        self._authorize(request)
+        self.authorize(request)
         return Response(generate_latest(self._registry), headers={"Content-Type": METRICS_TYPE})
 
     async def models(self, request: Request) -> Response:
-        self._authorize(request)
+        self.authorize(request)
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        self._authorize(request)
-        self._require_model(request.path_params["name"])
+        self.authorize(request)
+        if (name := request.path_params["name"]) not in self.worker.model_names:
+            raise self._unknown_model(name)
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Response:
-        asked = schema.parse(schema.CompletionRequest, await self._body(request))
+        asked = await self.parsed(request, schema.CompletionRequest)
         options = asked.options(self.worker.n_vocab, self._token_limit)
         return await self._answer(request, asked, asked.prompts(), options, chat=False)
 
     async def chat(self, request: Request) -> Response:
-        asked = schema.parse(schema.ChatRequest, await self._body(request))
+        asked = await self.parsed(request, schema.ChatRequest)
         options = asked.options(self.worker.n_vocab, self._token_limit)
-        return await self._answer(request, asked, [[m.plain() for m in asked.messages]], options, chat=True)
+        self._require_model(asked.model)
+        return await self._answer(request, asked, [await self.composed(asked)], options, chat=True)
 
     # -- parts
+
+    async def parsed(self, request: Request, kind: type[RequestT]) -> RequestT:
+        """The body of a request, authorized and checked."""
+        return schema.parse(kind, await self._body(request), None if self._strict else self._leave_out)
+
+    def _leave_out(self, field: str) -> None:
+        """Say once that a field is not known."""
+        if field not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(field)
+            log.info("%r is no field of this server; it is left out, now and later (--strict refuses it)", field)
+
+    async def composed(self, asked: schema.ChatRequest) -> ChatPrompt:
+        """The prompt of a chat. Raises BadRequest for what the template refuses."""
+        messages = [m.plain() for m in asked.messages]
+        try:
+            prompt = await asyncio.to_thread(self.worker.model.chat_prompt, messages, self._template, asked.variables())
+        except ContextLengthError as e:
+            raise ContextTooLong(e.tokens, e.n_ctx, chat=True) from e
+        except (ModelError, ChatTemplateError, TokenizerError) as e:
+            raise BadRequest(str(e)) from e
+        if prompt.moved_system and MOVED_SYSTEM not in self._said:
+            self._said.add(MOVED_SYSTEM)
+            log.info("%s", MOVED_SYSTEM)
+        return prompt
 
     @property
     def _token_limit(self) -> int:
@@ -210,24 +270,28 @@ class Server:
             "object": "model",
             "created": self._created,
             "owned_by": "vkback",
-            "meta": {"description": worker.description, "n_ctx": worker.n_ctx, "n_vocab": worker.n_vocab},
+            "meta": {"description": worker.description, "n_ctx": worker.n_ctx, "n_vocab": worker.n_vocab, **self._facts},
         }
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name not in self.worker.model_names:
-            raise UnknownModel(f"[server] no model is called {name!r} here; there is {self.worker.model_name!r}", "model")
+        if self._strict_model and name is not None and name not in self.worker.model_names:
+            raise self._unknown_model(name)
 
-    def _authorize(self, request: Request) -> None:
+    def _unknown_model(self, name: str) -> UnknownModel:
+        return UnknownModel(f"[server] no model is called {name!r} here; there is {self.worker.model_name!r}", "model")
+
+    def authorize(self, request: Request) -> None:
         """In a time that does not depend on how much of the key is right."""
         if self._key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key.encode()):
-            raise Unauthorized("[server] the API key is missing or wrong; send the header Authorization: Bearer KEY")
+        given = given if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._key.encode()):
+            raise Unauthorized("[server] the API key is missing or wrong; send the header Authorization: Bearer KEY, or X-Api-Key: KEY")
 
     async def _body(self, request: Request) -> bytes:
         """Authorized, JSON, within the limits. A page of another site cannot send this content type without asking first."""
-        self._authorize(request)
+        self.authorize(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise NotJson("[server] the body must be JSON: send the header Content-Type: application/json")
         limit = self._limits.body_bytes
@@ -257,6 +321,7 @@ class Server:
             lambda token: spell(token, special=True),
             options["logprobs"] is not None,
             ids=not self.worker.has_text,
+            marks=prompts[0].marks if chat and asked.reads_thoughts else NO_MARKS,
         )
         deadline = time.monotonic() + self._limits.request_s
         logged = request_log.of(request)
@@ -356,6 +421,17 @@ class Server:
         finally:
             logged.results += results
             self.worker.cancel(turn.queued)
+
+
+def facts_of(model: LoadedModel) -> dict[str, Any]:
+    """Of a model's file, by llama-server's names."""
+    f, hp = model.engine.model.file, model.engine.model.hp
+    return {
+        "n_ctx_train": f.metadata.get(f"{hp.arch}.context_length", 0),
+        "n_embd": hp.n_embd,
+        "n_params": sum(math.prod(t.shape) for t in f.tensors.values()),
+        "size": sum(t.nbytes for t in f.tensors.values()),
+    }
 
 
 async def _event_of(turn: Turn) -> Event | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vkback.api import Chunk, Result, TokenLogprob
+from vkback.api.reasoning import NO_MARKS, Marks, ReplyReader
 from vkback.server.errors import ServerError
 
 Spell = Callable[[int], bytes]
@@ -51,12 +52,30 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def timings(results: Sequence[Result]) -> dict[str, Any]:
+    """As llama-server has them: tokens of prompts known before (cache_n) and read, and tokens made, with their times."""
+    cached = sum(r.timings.reused_tokens for r in results)
+    read, read_s = sum(r.timings.prompt_tokens for r in results), sum(r.timings.prompt_s for r in results)
+    made, made_s = sum(r.timings.decode_tokens for r in results), sum(r.timings.decode_s for r in results)
+    return {"cache_n": cached, **_timed("prompt", read, read_s), **_timed("predicted", made, made_s)}
+
+
+def _timed(what: str, count: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{what}_n": count,
+        f"{what}_ms": round(seconds * 1e3, 3),
+        f"{what}_per_token_ms": round(seconds * 1e3 / count, 3) if count else 0.0,
+        f"{what}_per_second": round(count / seconds, 3) if seconds else 0.0,
+    }
+
+
 @dataclass
 class Shape:
     """What all bodies of one choice share.
 
     offset  characters of the text so far, for `text_offset`
     ids     choices have `token_ids`, for the model has no vocabulary and the text is empty
+    marks   how to tell what the model thinks from its answer
     """
 
     id: str
@@ -68,6 +87,10 @@ class Shape:
     index: int = 0
     offset: int = 0
     ids: bool = False
+    marks: Marks = NO_MARKS
+
+    def __post_init__(self) -> None:
+        self._reader = ReplyReader(self.marks)
 
     def choice(self, index: int) -> Shape:
         """The same for another choice of the reply."""
@@ -76,11 +99,14 @@ class Shape:
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """Of a reply that is not streamed: a choice for each result."""
         choices = [self.choice(index)._whole_choice(result) for index, result in enumerate(results)]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage(results)}
+        return self._head("chat.completion") | {"choices": choices, "usage": usage(results), "timings": timings(results)}
 
     def _whole_choice(self, result: Result) -> dict[str, Any]:
         if self.chat:
-            choice: dict[str, Any] = {"message": {"role": "assistant", "content": result.text, "refusal": None}}
+            self._reader.feed(result.text)
+            self._reader.flush()
+            thoughts = {"reasoning_content": self._reader.thoughts} if self._reader.thoughts else {}
+            choice: dict[str, Any] = {"message": {"role": "assistant", "content": self._reader.answer, **thoughts, "refusal": None}}
         else:
             choice = {"text": result.text} | self._ids(result.tokens)
         return self._choice(choice, result.logprobs, finish_reason(result))
@@ -93,12 +119,14 @@ class Shape:
         return self._body("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, (), None)
 
     def piece(self, chunk: Chunk) -> dict[str, Any]:
-        choice = {"delta": {"content": chunk.text}} if self.chat else {"text": chunk.text} | self._ids(chunk.tokens)
+        choice = {"delta": _delta(*self._reader.feed(chunk.text))} if self.chat else {"text": chunk.text} | self._ids(chunk.tokens)
         return self._body("chat.completion.chunk", choice, chunk.logprobs, None)
 
     def last(self, result: Result) -> dict[str, Any]:
         """Why the text ends."""
-        return self._body("chat.completion.chunk", {"delta": {}} if self.chat else {"text": ""}, (), finish_reason(result))
+        rest = self._reader.flush()
+        choice: dict[str, Any] = {"delta": _delta(*rest) if any(rest) else {}} if self.chat else {"text": ""}
+        return self._body("chat.completion.chunk", choice, (), finish_reason(result)) | {"timings": timings([result])}
 
     def usage(self, results: Sequence[Result]) -> dict[str, Any]:
         """The event that `include_usage` asks for."""
@@ -133,6 +161,10 @@ class Shape:
             "top_logprobs": [{text: _number(logprob) for _, text, logprob in t.top} for t in tokens],
             "text_offset": offsets,
         }
+
+
+def _delta(thoughts: str, answer: str) -> dict[str, str]:
+    return {"reasoning_content": thoughts, **({"content": answer} if answer else {})} if thoughts else {"content": answer}
 
 
 def _number(logprob: float) -> float:

@@ -1,5 +1,5 @@
-"""What clients may ask for, and how that becomes options of a generation. A field that is not here is refused by its name, unless
-it is null.
+"""What clients may ask for, and how that becomes options of a generation. A field that is not here is left out and named in the log, or,
+by a strict server, refused.
 
 A field's description says what it takes: it is what an error tells.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -27,7 +27,9 @@ SHOWN_CHARS = 60
 
 NO_TOOLS = "this server has no tools; leave it out"
 
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_STOP_CHARS, MAX_STOPS = 4096, 256
+
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 PromptText = Annotated[str, Field(min_length=1)]
@@ -51,6 +53,13 @@ class _Strict(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         """Null is "not given", also of fields that this server does not know."""
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def _without_empty_stops(value: Any) -> Any:
+    """Clients send those of an empty form."""
+    if isinstance(value, list):
+        return [each for each in value if each not in ("", None)]
+    return None if value == "" else value
 
 
 class StreamOptions(_Strict):
@@ -97,14 +106,14 @@ class _Sampling(_Strict):
     model: str | None = Field(default=None, description="the name of the model, a text")
     stream: bool | None = Field(default=None, description="true or false")
     stream_options: StreamOptions | None = Field(default=None, description='{"include_usage": true or false}')
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a whole number of at least 1")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="a number from 0 to 2")
+    max_tokens: int | None = Field(default=None, description="a whole number; below 0: as many as there may be")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(default=None, description="a number of at least 0")
     top_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="a number from 0 to 1")
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(default=None, description="a whole number from 0 to 2147483647")
+    top_k: Annotated[int, Field(lt=2**31)] | None = Field(default=None, description="a whole number up to 2147483647; 0 or below: all")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, description="a number from 0 to 1")
-    seed: Annotated[int, Field(ge=0, lt=2**SEED_BITS)] | None = Field(default=None, description="a whole number from 0 to 2147483647")
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = Field(
-        default=None, description="a text of 1 to 256 characters, or a list of at most 16 of them"
+    seed: int | None = Field(default=None, description="a whole number; below 0: any")
+    stop: Annotated[StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_without_empty_stops)] = (
+        Field(default=None, description=f"a text of at most {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS} of them")
     )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
@@ -124,9 +133,10 @@ class _Sampling(_Strict):
 
     def generate_options(self, n_vocab: int, limit: int, default: int, wanted: int | None) -> GenerateOptions:
         """limit: tokens that a reply has at most, whatever is wanted; default: without a number. Raises BadRequest."""
+        wanted = default if wanted is None else limit if wanted < 0 else wanted
         options: GenerateOptions = {
-            "max_tokens": min(default if wanted is None else wanted, limit),
-            "seed": secrets.randbits(SEED_BITS) if self.seed is None else self.seed,
+            "max_tokens": min(wanted, limit),
+            "seed": secrets.randbits(SEED_BITS) if self.seed is None or self.seed < 0 else self.seed & 0xFFFFFFFF,
             "logit_bias": _bias(self.logit_bias or {}, n_vocab),
         }
         if self.temperature is not None:
@@ -134,7 +144,7 @@ class _Sampling(_Strict):
         if self.top_p is not None:
             options["top_p"] = self.top_p
         if self.top_k is not None:
-            options["top_k"] = self.top_k
+            options["top_k"] = max(0, self.top_k)
         if self.min_p is not None:
             options["min_p"] = self.min_p
         if self.stop is not None:
@@ -240,12 +250,16 @@ class ChatMessage(_Strict):
 
 
 class ChatRequest(_Sampling):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. What goes to the template: chat_template_kwargs, and by names of their own enable_thinking,
+    reasoning_effort, documents and add_generation_prompt. continue_final_message is what happens anyway.
+
+    reasoning_format  none: what a model thinks stays in the content, with its marks
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(
         description='at least one message, as {"role": "user", "content": "Hello"}'
     )
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a whole number of at least 1")
+    max_completion_tokens: int | None = Field(default=None, description="a whole number; below 0: as many as there may be")
     logprobs: bool | None = Field(default=None, description="true or false")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
     tools: Annotated[None, nothing_but(why=NO_TOOLS)] = None
@@ -254,11 +268,39 @@ class ChatRequest(_Sampling):
     functions: Annotated[None, nothing_but(why=NO_TOOLS)] = None
     function_call: Annotated[None, nothing_but("none", "auto", why=NO_TOOLS)] = None
 
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description='an object, as {"enable_thinking": false}')
+    enable_thinking: bool | None = Field(default=None, description="true or false")
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(default=None, description='a text, as "low"')
+    documents: list[dict[str, Any]] | None = Field(default=None, description="a list of objects")
+    add_generation_prompt: bool | None = Field(default=None, description="true or false")
+    continue_final_message: bool | None = Field(default=None, description="true or false")
+    reasoning_format: Literal["auto", "none", "deepseek", "deepseek-legacy"] | None = Field(
+        default=None, description='"auto", "none", "deepseek" or "deepseek-legacy"'
+    )
+
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether what the model thinks is told apart from its answer: not of JSON, which is all of the reply."""
+        json_alone = self.response_format is not None and self.response_format.type != "text"
+        return self.reasoning_format != "none" and not json_alone
+
+    def variables(self) -> dict[str, Any]:
+        """Of the template."""
+        found = {
+            "enable_thinking": self.enable_thinking,
+            "reasoning_effort": self.reasoning_effort,
+            "documents": self.documents,
+            "add_generation_prompt": self.add_generation_prompt,
+        }
+        if self.reasoning_effort == "none":  # OpenAI's word for no thinking
+            found |= {"reasoning_effort": None, "enable_thinking": False}
+        return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
 
     def options(self, n_vocab: int, limit: int) -> GenerateOptions:
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -267,21 +309,54 @@ class ChatRequest(_Sampling):
         return options
 
 
+class TokenizeRequest(_Strict):
+    """POST /tokenize. add_special: what the model puts around a text; parse_special: names of special tokens are those; with_pieces: the
+    text of each token, too."""
+
+    content: str = Field(description="a text")
+    add_special: bool = Field(default=False, description="true or false")
+    parse_special: bool = Field(default=True, description="true or false")
+    with_pieces: bool = Field(default=False, description="true or false")
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    tokens: list[TokenId] = Field(description="a list of token ids")
+
+
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
-def parse(kind: type[RequestT], body: bytes) -> RequestT:
-    """Raises BadRequest naming a field that is wrong, what was expected, and what came."""
+def parse(kind: type[RequestT], body: bytes, unknown: Callable[[str], None] | None = None) -> RequestT:
+    """unknown: gets the names of fields that there are not, which are left out; without it they are refused.
+
+    Raises BadRequest naming a field that is wrong, what was expected, and what came.
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as e:
         errors = e.errors(include_url=False)
         if errors[0]["type"] == "json_invalid":
             raise BadRequest(f"[server] the body is no JSON: {errors[0]['msg'].removeprefix('Invalid JSON: ')}") from e
+        places = {tuple(_place(kind, error)[0]) for error in errors if error["type"] == "extra_forbidden"}
+        if unknown is not None and places:
+            return parse(kind, json.dumps(_without(from_json(body), places, unknown)).encode(), unknown)
         first = errors[0]["loc"][:1]
         path, expected, error = max((_place(kind, error) for error in errors if error["loc"][:1] == first), key=lambda found: len(found[0]))
         where = ".".join(map(str, path))
         raise BadRequest(f"[server] {where or 'the body'}: {_said(kind, expected, error, from_json(body), path)}", where or None) from e
+
+
+def _without(body: Any, places: set[tuple[str | int, ...]], unknown: Callable[[str], None]) -> Any:
+    """A body without the fields at these places."""
+    for *path, name in places:
+        owner = body
+        for part in path:
+            owner = owner[part]
+        del owner[name]
+        unknown(".".join(str(part) for part in (*path, name) if isinstance(part, str)))
+    return body
 
 
 Place = tuple[list[str | int], str, ErrorDetails]
