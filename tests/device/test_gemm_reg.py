@@ -13,6 +13,7 @@ import pytest
 from chain_kit import nmse, run_chain
 from device_kit import upload_weight
 from kernel_paths import planned_for
+from shapes import product
 
 import vkback
 from vkback import quants
@@ -395,8 +396,7 @@ def test_tables_choose_it_for_few_tokens() -> None:
     """Dense products of 3 to 64 tokens on Hopper; not where the order of rows is unknown, nor with --act f32."""
 
     def kernels(n: int, **changes: Any) -> set[str]:
-        w, x, y = weight("w", "Q4_K", (4096, 4096)), Tensor("x", "F32", (n, 4096), "input"), Tensor("y", "F32", (n, 4096))
-        node = Node("LINEAR", (w, x), (y,), {"roles": ("w", "x")})
+        node = product("llama-8b", "qkv", "Q4_K", n).node()
         return {d.kernel.source for d in OPS["LINEAR"].lower(node, dataclasses.replace(WITH_MATRICES, **changes))}
 
     for n in (3, 4, 8, 9, 16, 17, 48, 64):

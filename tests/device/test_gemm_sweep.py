@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from shapes import product
 from sweep_kit import H200, set_clock, tune, tune_result
 
 from vkback.autotune.device_table import DeviceTable, table_text
@@ -44,7 +45,7 @@ from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, device_table
 from vkback.tuning.table import parse_table
 
-Q4_K = LinearProblem("Q4_K", 4096, 4096, 512)
+Q4_K = product("llama-8b", "attn_output", "Q4_K", 512, roles=())
 TILES = GemmPoint("coop_mat", 128, 128, 64, 64, 64, 1)
 LINEAR = GemmPoint("gemv")
 
@@ -125,7 +126,7 @@ def test_every_parameter_that_a_kernel_reads_is_in_reach() -> None:
 
 
 def test_weights_without_a_step_have_no_subnormals() -> None:
-    task = task_of(LinearProblem("F16", 4096, 4096, 512), planned_for(H200))
+    task = task_of(product("llama-8b", "attn_output", "F16", 512), planned_for(H200))
     assert refusal(task, TILES._replace(subnormals=True), planned_for(H200)) == "subnormals = true would become false"
 
 
@@ -213,9 +214,9 @@ def test_a_row_speaks_for_tokens_around_its_own_and_the_planner_takes_it() -> No
     ctx = planned_for(H200)
     own = dataclasses.replace(ctx, tuning=Tuning([rows, *Tuning.for_device(ctx.caps).tables]))
     for n, want in ((2, "coop_reg"), (4, "coop_mat"), (22, "coop_mat"), (100, "coop_mat"), (512, "int_dot")):
-        assert actual(task_of(LinearProblem("Q4_K", 4096, 4096, n), own), own)[0].kernel == want
-    assert actual(task_of(LinearProblem("Q4_K", 4096, 4096, 8), own), own)[0] == small
-    assert actual(task_of(LinearProblem("Q4_K", 100, 4096, 8), own), own)[0].kernel == "coop_reg", "another size"
+        assert actual(task_of(dataclasses.replace(Q4_K, n=n), own), own)[0].kernel == want
+    assert actual(task_of(dataclasses.replace(Q4_K, n=8), own), own)[0] == small
+    assert actual(task_of(dataclasses.replace(Q4_K, m=100, n=8), own), own)[0].kernel == "coop_reg", "another size"
     assert "latency 25.00 us (10.74 TFLOPS), was 50.00 (gemv; default.toml" in next(r for r in rows if r.match["n"]["min"] == 4).measured
     assert tflops(result(8, small), 25.0) == pytest.approx(2 * 4096 * 4096 * 8 / 25e6)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from shapes import product
 from sweep_kit import CARD, H200, shaders_with, tune, tune_result
 
 from vkback.autotune.chain_sweep import ChainGemvs, expected
@@ -44,6 +45,7 @@ from vkback.tuning.table import parse_table
 
 A = Point(256, 64, 1, 4)
 B = Point(64, 32, 2, 2)
+DOWN = product("llama-8b", "down", "Q4_K", roles=(), x="Q8_1")
 
 GEMVS = [
     LinearProblem("Q4_K", 96, 512, 3, ("bias",)),
@@ -124,7 +126,7 @@ def test_the_reference_of_used_experts_and_blocks_of_rows_is_the_op_s(gemv: Line
 
 def test_tasks_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> None:
     ctx = planned_for(H200)
-    norm, plain = LinearProblem("Q4_K", 4096, 4096, roles=("norm",)), LinearProblem("Q4_K", 4096, 4096)
+    norm, plain = (product("llama-8b", "qkv", "Q4_K", roles=roles) for roles in (("norm",), ()))
     tasks = tasks_for([(norm, 1), (plain, 1), (LinearProblem("F16", 64, 4096), 1)], ctx)
     assert [(j.problem.quant, j.problem.roles, j.path, j.problem.x) for j in tasks] == [
         ("Q4_K", ("norm",), "int", "F32"),
@@ -137,8 +139,8 @@ def test_tasks_take_the_path_of_the_tables_and_x_as_a_producer_leaves_it() -> No
 
 
 def test_gemvs_that_tables_cannot_tell_apart_are_one_task_and_the_most_bytes_come_first() -> None:
-    plain, residual = LinearProblem("Q4_K", 4096, 4096), LinearProblem("Q4_K", 4096, 4096, roles=("residual",))
-    tasks = tasks_for([(plain, 3), (residual, 2), (LinearProblem("Q4_K", 4096, 14336), 2)], planned_for(H200))
+    plain, residual = (product("llama-8b", "attn_output", "Q4_K", roles=roles) for roles in ((), ("residual",)))
+    tasks = tasks_for([(plain, 3), (residual, 2), (product("llama-8b", "down", "Q4_K", roles=()), 2)], planned_for(H200))
     assert [(j.problem.roles, j.count) for j in tasks] == [((), 2), (("residual",), 5)]
 
 
@@ -169,7 +171,7 @@ def test_a_model_s_gemvs_are_those_of_its_schedule() -> None:
     ],
 )
 def test_points_are_refused_before_they_are_compiled(point: Point, said: str) -> None:
-    assert refusal(point, Task(LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), "int"), planned_for(H200)) == said
+    assert refusal(point, Task(DOWN, "int"), planned_for(H200)) == said
 
 
 def test_points_have_every_parameter_that_the_family_declares() -> None:
@@ -198,7 +200,7 @@ def test_points_have_every_parameter_that_the_family_declares() -> None:
 def test_how_weights_are_decoded_is_in_reach(quant: str, path: ProductPath, scales: set[str], in_shared: set[bool]) -> None:
     """Where a type and a path have a choice; the others' points are refused before they are compiled."""
     ctx = planned_for(H200)
-    task = Task(LinearProblem(quant, 4096, 4096, x="Q8_1" if path == "int" else "F32"), path)
+    task = Task(product("llama-8b", "attn_output", quant, x="Q8_1" if path == "int" else "F32"), path)
     start = actual(Point(256, 32, 2, 1), task, ctx)
     tried = [start, *(p for p in neighbours(start, axes(ctx.caps)) if not refusal(p, task, ctx))]
     assert ({p.scales for p in tried}, {p.pairs_in_shared for p in tried}) == (scales, in_shared)
@@ -207,7 +209,7 @@ def test_how_weights_are_decoded_is_in_reach(quant: str, path: ProductPath, scal
 def test_guesses_decode_weights_as_the_tables_do() -> None:
     gemvs = object.__new__(ChainGemvs)
     Gemvs.__init__(gemvs, planned_for("amd_rx_7900_xtx_radv"))
-    starts = gemvs.starts(Task(LinearProblem("MXFP4", 4096, 4096, x="F32"), "float"))
+    starts = gemvs.starts(Task(product("llama-8b", "attn_output", "MXFP4"), "float"))
     assert len(starts) > 2 and {p.scales for p in starts} == {"levels_bfe"}
 
 
@@ -219,7 +221,7 @@ def test_what_the_tables_choose_is_tried_whatever_it_takes() -> None:
 
 
 def test_points_beyond_shared_memory_are_refused() -> None:
-    task = Task(LinearProblem("Q4_K", 2 * 14336, 4096, glu=True, out="Q8_1", x="Q8_1"), "int")
+    task = Task(product("llama-8b", "gate_up", "Q4_K", x="Q8_1"), "int")
     ctx = planned_for("apple_m1_moltenvk")  # sums of every thread go through shared memory
     small = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_shared_memory=8192))
     said = refusal(Point(256, 32, 8, 1), task, small)
@@ -227,7 +229,7 @@ def test_points_beyond_shared_memory_are_refused() -> None:
     assert f"need {4 * 256 * 8 + 2 * 4 * 256 + 4 * 32} bytes of shared memory, Apple M1 has 8192" in said
 
 
-TWO = [LinearProblem("Q4_K", 4096, 14336, x="Q8_1"), LinearProblem("Q4_K", 2048, 1024, 1, ("norm",), True, "Q8_1")]
+TWO = [DOWN, product("qwen3-0.6b", "gate_up", "Q4_K", roles=("norm",))]
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_7900_xtx_radv", "intel_arc_a770_anv", "llvmpipe_mesa_22_debian12"])

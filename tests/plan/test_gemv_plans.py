@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 from kernel_paths import planned_for, with_params
+from shapes import product
 
 from vkback.autotune.problem import LinearProblem
 from vkback.device import Capabilities, profile_ids
@@ -41,12 +42,10 @@ def real() -> tuple[tuple[str, Node], ...]:
 
     def products(quant: str) -> Iterator[LinearProblem]:
         for n in (1, 4, 16):
-            yield LinearProblem(quant, 4096, 14336, n, ("residual",))
-            yield LinearProblem(quant, 2 * 14336, 4096, n, glu=True, out="Q8_1")
-            yield LinearProblem(quant, 1536, 2048, n, ("ids",), glu=True, out="Q8_1", n_expert=32, n_used=4)
-            yield LinearProblem(quant, 2048, 768, n, ("residual", "ids", "expert_weights"), n_expert=32, n_used=4)
-        yield LinearProblem(quant, 128256, 4096, 1, ("norm",))
-        yield LinearProblem(quant, 2 * 14336, 4096, 1, ("norm",), glu=True, out="Q8_1")
+            yield from (product("llama-8b", name, quant, n) for name in ("down", "gate_up"))
+            # A quarter of its experts, so that any device binds them.
+            yield from (product("qwen3moe-30b-a3b", f"{name}_exps", quant, n, n_expert=32, n_used=4) for name in ("gate_up", "down"))
+        yield from (product("llama-8b", name, quant, roles=("norm",)) for name in ("head", "gate_up"))
 
     given = tuple((p.line, p.node()) for quant in QUANTS for p in products(quant))
     choosing = (choosing_product(quant, roles, 192, 2048, experts=128, used=8) for quant in QUANTS for roles in ((), ("norm", "bias")))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kernel_paths import planned_for
+from shapes import product
 from typer.testing import CliRunner
 
 from vkback.autotune.problem import LinearProblem
@@ -132,8 +133,11 @@ def test_nak_and_nvidia() -> None:
     assert kinds(sass) == {"vector": 1, "load": 1, "dot": 1, "branch": 1} and sass.loops == ((1, 3),)
 
 
-def gemv(case: str, profile: str) -> GemvConfig:
-    dispatch = OPS["LINEAR"].lower(LinearProblem.parse(case).node(), planned_for(profile))[-1]
+DOWN = product("llama-8b", "down", "Q4_K", roles=())
+
+
+def gemv(problem: LinearProblem, profile: str) -> GemvConfig:
+    dispatch = OPS["LINEAR"].lower(problem.node(), planned_for(profile))[-1]
     assert isinstance(dispatch.config, GemvConfig)
     return dispatch.config
 
@@ -144,7 +148,7 @@ def listing(*counts: tuple[int, str], loop: tuple[int, int] | None = None) -> Li
 
 
 def test_how_often_a_walk_turns_follows_from_its_dot_products() -> None:
-    config = dataclasses.replace(gemv("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "amd_rx_7900_xtx_radv"), lanes=64, unroll=1, rows=2)
+    config = dataclasses.replace(gemv(DOWN, "amd_rx_7900_xtx_radv"), lanes=64, unroll=1, rows=2)
     units, chunks = walked(config)
     assert (units, chunks) == (14, 7)
     unrolled = listing((112, "dot"), (10, "load"), (100, "vector"))
@@ -160,7 +164,7 @@ def test_the_bound_follows_from_published_facts() -> None:
     caps = Capabilities.from_profile("amd_rx_7900_xtx_radv")
     chip = chip_of(dataclasses.replace(caps, name="AMD Radeon RX 7900 XTX (RADV NAVI31)"))
     assert chip is not None and chip.discrete and chip_of(dataclasses.replace(caps, name="another")) is None
-    config = gemv("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "amd_rx_7900_xtx_radv")
+    config = gemv(DOWN, "amd_rx_7900_xtx_radv")
     # 96 units of 64 lanes at 2.499 GHz start 1.535e13 operations a second; 960 GB/s are 5.33e10 times 18 bytes: 288 for each.
     bound, arithmetic, share = predicted(144.0, 18.0, config, 2048, chip)
     assert (bound, share) == ("memory", 1.0) and arithmetic == pytest.approx(0.5, rel=0.01)
