@@ -662,8 +662,12 @@ class Engine:
 
     def _not_numbers(self, where: str, rows: int) -> EngineError:
         """rows: of the caches that are in use."""
-        return self._beyond_range(rows) or EngineError(
-            f"[engine] {self.model.file.path}: logits are not numbers {where} position {self.n_past}; "
+        return self._beyond_range(rows) or self.not_numbers(self.n_past, where)
+
+    def not_numbers(self, position: int, where: str = "at") -> EngineError:
+        """The error of logits that are not numbers."""
+        return EngineError(
+            f"[engine] {self.model.file.path}: logits are not numbers {where} position {position}; "
             "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
         )
 

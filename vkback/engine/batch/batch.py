@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.checks import whole, wrong
+from vkback.device import DeviceLost, Timeout
 from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.pages import PagePool, PrefixCache
@@ -28,6 +29,7 @@ from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class
 from vkback.engine.constraint import Constraint
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler
+from vkback.errors import VkbackError
 from vkback.models.builder import Paging
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
 from vkback.ops.sampling.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
@@ -66,21 +68,38 @@ class Request:
     constraint: Constraint | None = None
 
 
+@dataclass
+class Took:
+    """What a text took so far.
+
+    reused    tokens of its prompt that were in pages already
+    prompt_s  seconds of its reads
+    began     when its first step was submitted, by time.perf_counter(); 0: not yet
+    """
+
+    reused: int = 0
+    prompt_s: float = 0.0
+    began: float = 0.0
+
+
 @dataclass(frozen=True)
 class Update:
-    """What became of a text since it was last heard of. reason: why it ended ("eos", "length", "cancelled", "nan"); "": it goes on.
-    logits: of each token, F32 [n_vocab], where they were asked for."""
+    """What became of a text since it was last heard of. reason: why it ended ("eos", "length", "stop", "cancelled", "error"); "": it goes
+    on. logits: of each token, F32 [n_vocab], where they were asked for. took: by the text. error: where that is the reason."""
 
     id: int
     tokens: tuple[int, ...]
     reason: str = ""
     logits: tuple[Floats, ...] = ()
+    took: Took = field(default_factory=Took)
+    error: VkbackError | None = None
 
 
 @dataclass(eq=False)
 class _Work:
     """A request, and what the device knows of it. column: of its steps, -1: none. pages: entries of the page table that are written.
-    seen: steps of its loop that were reported. begun: its prompt is in the staging cache, in part."""
+    seen: steps of its loop that were reported. begun: its prompt is in the staging cache, in part. mask: of its constraint, for the next
+    token."""
 
     request: Request
     text: Text
@@ -89,6 +108,8 @@ class _Work:
     seen: int = 0
     begun: bool = False
     kept: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    took: Took = field(default_factory=Took)
+    mask: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(eq=False)
@@ -206,12 +227,14 @@ class Batch:
         return bool(self._flying or self._made or self.scheduler.texts)
 
     def add(self, request: Request) -> int:
-        """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit."""
+        """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit, and
+        ConstraintError."""
         self.engine.check_ids(request.tokens)
         self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
         text = Text(next(self._ids), request.client, tuple(request.tokens), request.max_tokens)
+        mask = request.constraint.mask() if request.constraint is not None else None
         self.scheduler.add(text)
-        self._works[text.id] = _Work(request, text)
+        self._works[text.id] = _Work(request, text, mask=mask)
         return text.id
 
     def cancel(self, id: int, reason: str = "cancelled") -> None:
@@ -283,15 +306,24 @@ class Batch:
         if not work.begun:
             work.begun = True
             self.engine.reset()
+            work.took.reused = action.first
             if action.matched:
                 self._caches.stage(action.matched, range(len(action.matched)))
                 self.engine.assume(text.tokens[: action.first])
-        self.engine.prompt(text.tokens[action.first : action.first + action.count])
+        try:
+            self.engine.prompt(text.tokens[action.first : action.first + action.count])
+        except (DeviceLost, Timeout):
+            raise
+        except VkbackError as error:  # of this text alone, whose rows are worth nothing
+            self.scheduler.failed_read(action, "error")
+            self._leave(work, "error", (), error=error)
+            return
         if action.store:
             self._caches.store(action.store, [text.pages[i] for i in action.store])
         seconds = time.perf_counter() - began - (self.engine.compiled.seconds - before)
         self.counters.read += action.count
         self.counters.seconds["prompts"] += seconds
+        work.took.prompt_s += seconds
         self.scheduler.done_read(action, max(seconds, 0.0))
 
     def _bring(self, action: Bring) -> None:
@@ -324,6 +356,9 @@ class Batch:
         if kind.masked:
             self._upload_masks(works)
         began = time.perf_counter()
+        for work in works:
+            if not work.took.began:
+                work.took.began = began
         flight = self._programs.submit(columns, kind, action.count, self._edits)
         self._flying.append(_Submitted(action, flight, began))
         self.counters.steps += action.count
@@ -350,6 +385,8 @@ class Batch:
         if work.column >= 0:
             return
         text, request, put, word = work.text, work.request, self._edits.put, self._state.word
+        if not work.took.began and not work.begun:  # nothing of its prompt had to be read
+            work.took.reused = text.rows
         column = self._columns.index(None)
         self._columns[column], work.column = work, column
         row, page = text.rows, self.paging.page
@@ -390,10 +427,12 @@ class Batch:
             self._columns[work.column] = None
             work.column = -1
 
-    def _leave(self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = ()) -> None:
+    def _leave(
+        self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = (), error: VkbackError | None = None
+    ) -> None:
         self._take_out(work)
         del self._works[work.text.id]
-        self._made.append(Update(work.text.id, tuple(tokens), reason, tuple(logits)))
+        self._made.append(Update(work.text.id, tuple(tokens), reason, tuple(logits), work.took, error))
 
     def _upload_penalties(self, work: _Work) -> None:
         """Bias and counts of a text's slot."""
@@ -408,8 +447,7 @@ class Batch:
         mask = self._programs.penalty_inputs()["mask"]
         size = mask.size // self.paging.n_slots
         for work in works:
-            constraint = work.request.constraint
-            words = constraint.mask() if constraint is not None else np.full(size // 4, -1, np.int32)
+            words = np.full(size // 4, -1, np.int32) if work.mask is None else work.mask
             self.device.upload(mask.slice(work.text.slot * size, size), words)
 
     # Results
@@ -438,6 +476,7 @@ class Batch:
         loops = done.flight.loops(self.paging.n_slots)
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
+        errors: dict[int, VkbackError] = {}
         for text, slot, _ in done.action.columns:
             work = self._works.get(text.id)
             if work is None:
@@ -447,8 +486,11 @@ class Batch:
             work.seen = step
             if status == STATUS_NO_PAGE:
                 raise EngineError(f"[batch] text {text.id} ran out of pages on the device; expected the scheduler to assign them ahead")
-            if reason := {STATUS_EOS: "eos", STATUS_NAN: "nan"}.get(status, ""):
-                ended[text.id] = reason
+            if status == STATUS_EOS:
+                ended[text.id] = "eos"
+            elif status == STATUS_NAN:
+                ended[text.id] = "error"
+                errors[text.id] = self.engine.not_numbers(len(text.tokens) + len(tokens))
             elif len(text.made) + len(tokens) >= text.limit:
                 ended[text.id] = "length"
         logits = self._logits_of(done.flight)
@@ -457,17 +499,28 @@ class Batch:
         for id, tokens in made.items():
             work = self._works[id]
             own = (logits[work.column],) if logits is not None and work.request.logits and work.column >= 0 else ()
-            constraint = work.request.constraint
-            if constraint is not None:
-                for token in tokens:
-                    constraint.take(token)
-                if constraint.ended and id not in ended:
-                    ended[id] = "stop"
-                    self.scheduler.cancel(id, "stop")
+            if work.request.constraint is not None:
+                try:
+                    reason = self._constrain(work, work.request.constraint, tokens, last=id in ended)
+                except VkbackError as error:
+                    reason, errors[id] = "error", error
+                if reason and ended.get(id) != "eos":
+                    ended[id] = reason
+                    self.scheduler.cancel(id, reason)
             if id in ended:
-                self._leave(work, ended[id], tokens, own)
+                self._leave(work, ended[id], tokens, own, errors.get(id))
             elif tokens:
-                self._made.append(Update(id, tuple(tokens), "", own))
+                self._made.append(Update(id, tuple(tokens), "", own, work.took))
+
+    def _constrain(self, work: _Work, constraint: Constraint, tokens: Sequence[int], *, last: bool) -> str:
+        """Tell a text's constraint what came, and get its next mask; "stop" where nothing may come any more."""
+        for token in tokens:
+            constraint.take(token)
+        if constraint.ended:
+            return "stop"
+        if tokens and not last:
+            work.mask = constraint.mask()
+        return ""
 
     def _logits_of(self, flight: Flight) -> Floats | None:
         if flight.logits is None:

@@ -317,6 +317,18 @@ class Scheduler:
             self._run(text)
             self._register(text)
 
+    def failed_read(self, action: Read, reason: str) -> None:
+        """Ends a text whose read failed: what its pages have is worth nothing. Raises ScheduleError where the read is not in flight."""
+        if action is not self._read:
+            raise ScheduleError("[batch] this read is not in flight; expected the one that `next` gave last, reported once")
+        self._read, text = None, action.text
+        if self._charged is not None:
+            self._credit += self._charged
+        self.pool.release(text.pages)
+        text.pages = []
+        if not self.cancel(text.id, reason):
+            self._leave(text)
+
     def done_step(self, action: Step, made: Mapping[int, Sequence[int]], ended: Mapping[int, str], seconds: float) -> None:
         """Reports a step. made: tokens that each text made in it, by id; those of a text that ended or was cancelled before do not count.
         ended: texts that end here, with the reason; a text at its limit ends by itself ("length"). seconds: of work on the device. Raises
