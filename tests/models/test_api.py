@@ -462,7 +462,7 @@ def test_every_option_is_checked_and_shown_by_help() -> None:
         (None, r"the prompt is None \(NoneType\), expected a text, or token ids"),
         (5, "the prompt is 5"),
         (b"It was", r"the prompt is b'It was' \(bytes\)"),
-        (["It was", "The"], "this is a list of texts, and one call goes on from one: call it for each"),
+        (["It was", "The"], "this is a list of texts, and this call goes on from one: `batch` takes several"),
         ([1.5], r"the prompt\[0\] is 1\.5 \(float\), expected a token id in 0\.\.4095"),
         (np.array([1.0]), r"the prompt\[0\] is np\.float64\(1\.0\)"),
         ([[1, 2]], r"the prompt\[0\] is \[1, 2\] \(list\)"),
@@ -471,7 +471,8 @@ def test_every_option_is_checked_and_shown_by_help() -> None:
 )
 def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.LoadedModel) -> None:
     session = model.session()
-    for call in (model.generate, model.stream, model.logits, model.perplexity, session.generate, session.stream_from, model.profile):
+    several = (model.generate,) * (not isinstance(prompt, list) or isinstance(prompt[0], float))  # else it takes a list of them
+    for call in (*several, model.stream, model.logits, model.perplexity, session.generate, session.stream_from, model.profile):
         with pytest.raises(ModelError, match=text):
             call(prompt)
     assert len(model.generate(np.array([5, 6]), max_tokens=1).tokens) == 1

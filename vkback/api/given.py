@@ -12,10 +12,19 @@ from vkback.api.errors import ModelError
 from vkback.checks import choice, flag, number, path, whole, wrong
 from vkback.device import Device as VulkanDevice
 
-__all__ = ["Prompt", "choice", "device", "flag", "number", "path", "token_ids", "whole", "wrong"]
+__all__ = ["Prompt", "Prompts", "choice", "device", "flag", "number", "path", "several", "token_ids", "whole", "wrong"]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 """A text, or the ids of its tokens."""
+
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[npt.NDArray[np.integer[Any]]]
+"""Several of them."""
+
+
+def several(value: Prompt | Prompts) -> list[Prompt] | None:
+    """The texts, where these are several: a list of texts, or of lists of ids. None: one text, or what is none."""
+    found: list[Any] = list(value) if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 1) else []
+    return found if found and all(isinstance(each, str | list | tuple | np.ndarray) for each in found) else None
 
 
 def device(name: str, value: Any, who: str = "model") -> VulkanDevice | str | int | None:
@@ -33,7 +42,7 @@ def token_ids(name: str, value: Any, n_vocab: int) -> list[int]:
     ids = []
     for i, token in enumerate(value):
         if isinstance(token, str):
-            raise wrong(name, value, f"{expected}; this is a list of texts, and one call goes on from one: call it for each")
+            raise wrong(name, value, f"{expected}; this is a list of texts, and this call goes on from one: `batch` takes several")
         id = whole(f"{name}[{i}]", token, f"a token id in 0..{n_vocab - 1}")
         if not 0 <= id < n_vocab:
             raise ModelError(f"[model] {name}: token {i} is {id}, expected an id in 0..{n_vocab - 1}")

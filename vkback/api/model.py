@@ -7,25 +7,28 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
+from vkback.api.batch_stream import BatchStream, Wanted, at_once, one_by_one
+from vkback.api.batched import BatchedTexts
 from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ModelError, too_long
-from vkback.api.given import Prompt
+from vkback.api.given import Prompt, Prompts
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.reasoning import Marks, marks_of
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
     from vkback.api.device import Device
     from vkback.api.profile import Profile
 
+CPU_SEQUENCES = 8
+"""Texts of a batch that run at once on a CPU driver, unless somebody asks for others: more columns take as much longer there."""
+
 TEMPLATE_KEY = "tokenizer.chat_template"
 
 
@@ -57,6 +63,7 @@ def load(
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     exact: bool = False,
+    sequences: int | None = None,
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
     progress: bool | Report = False,
@@ -69,6 +76,7 @@ def load(
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
+    sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers, else 64
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
@@ -81,6 +89,7 @@ def load(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
+        sequences=sequences,
         lora=adapters_given(lora, lora_scale),
         progress=reported(progress),
     )
@@ -104,7 +113,7 @@ def open_model(
     where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
     begun = time.perf_counter()
     engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
-    return LoadedModel(engine, time.perf_counter() - begun)
+    return LoadedModel(engine, time.perf_counter() - begun, options.sequences)
 
 
 def reported(progress: bool | Report, who: str = "model") -> Report | None:
@@ -162,15 +171,17 @@ class LoadedModel:
     `stream_chat` begin with an empty context, so the same call gives the same text whatever ran before; a `session` keeps its text.
     """
 
-    def __init__(self, engine: Engine, load_s: float = 0.0) -> None:
-        """Use `vkback.load`. load_s: seconds that it took."""
+    def __init__(self, engine: Engine, load_s: float = 0.0, sequences: int | None = None) -> None:
+        """Use `vkback.load`. load_s: seconds that it took. sequences: as there."""
         self.engine = engine
+        self.sequences = sequences or (CPU_SEQUENCES if engine.device.caps.software else SEQUENCES)
         self.load_s = load_s
         self._lock = threading.Lock()
         self._user: tuple[int, str] | None = None
         self._closed = False
         self._on_device: weakref.ref[Session] | None = None
-        self._stream: weakref.ref[Stream] | None = None
+        self._stream: weakref.ref[Stream | BatchStream] | None = None
+        self._batched: BatchedTexts | None = None
         self._told_of_system = False
         self.warm: set[tuple[bool, ...]] = set()
 
@@ -257,15 +268,78 @@ class LoadedModel:
 
     # -- text
 
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+
     @with_keywords
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
-        """Continue a text, given as text or token ids."""
-        return Session(self, lasting=False).generate(prompt, **options)
+    def generate(self, prompt: Prompt | Prompts, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+        """Continue a text, given as text or token ids; or each of a list of them, all at once, as `batch` does."""
+        if given.several(prompt) is not None:
+            return self.batch(cast(Prompts, prompt), **options)
+        return Session(self, lasting=False).generate(cast(Prompt, prompt), **options)
 
     @with_keywords
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece: `for piece in model.stream(...): print(piece.text, end="", flush=True)`."""
         return Session(self, lasting=False).stream(prompt, **options)
+
+    @with_keywords
+    def batch(self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, **options: Unpack[GenerateOptions]) -> list[Result]:
+        """Continue many texts at once, each given as text or token ids: one step of the model makes a token of each.
+
+        sequences  texts that run at once, at most; the others wait. None: as the model was loaded
+        n          texts for each prompt, with seeds seed, seed + 1, ...: results 0 to n - 1 are of the first prompt
+
+        A text is what `generate` gives, up to rounding: sums of steps with more columns are added in another order. Raises the error of a
+        text that fails; what cannot be asked for is found before any begins.
+        """
+        return self.batch_stream(prompts, sequences=sequences, n=n, **options).finished()
+
+    @with_keywords
+    def batch_stream(
+        self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, **options: Unpack[GenerateOptions]
+    ) -> BatchStream:
+        """As `batch`, piece by piece: `for index, piece in model.batch_stream(...)`, index being that of the result."""
+        checked = Options.of(options, self.n_vocab)
+        found = given.several(prompts)
+        if found is None and not (isinstance(prompts, list | tuple) and not prompts):
+            raise given.wrong("prompts", prompts, "a list of texts, or of lists of token ids; generate takes one")
+        ids = []
+        for i, prompt in enumerate(found or []):
+            self.require_room(prompt)
+            ids.append(self.ids(prompt, start=True, name=f"prompts[{i}]"))
+            if len(ids[-1]) > self.n_ctx:
+                raise too_long(len(ids[-1]), self.n_ctx, f"prompts[{i}]: ")
+        return self._batch_of(ids, checked, sequences, n)
+
+    def _batch_of(self, prompts: Sequence[list[int]], checked: Options, sequences: int | None, n: int) -> BatchStream:
+        n = given.whole("n", n, "a whole number, 1 or more", 1)
+        if sequences is not None:
+            sequences = given.whole("sequences", sequences, "a whole number, 1 or more, or None", 1)
+        self.constraint(checked.json_schema)  # whether there is one is known before anything runs
+
+        def constraint() -> Constraint | None:
+            return self.constraint(checked.json_schema)
+
+        wanted = [Wanted(ids, replace(checked, seed=checked.seed + i), constraint) for ids in prompts for i in range(n)]
+        if self.engine.model.architecture.recurrent:
+            self._require_open("batch")
+            return BatchStream(wanted, lambda own: one_by_one(self._stream_of, own))
+        with self.using("batch"):
+            texts = self.batched(sequences)
+
+            def using() -> AbstractContextManager[Any]:
+                return self.using("batch", stepping=True)
+
+            stream = BatchStream(wanted, lambda own: at_once(texts, min(sequences or texts.sequences, texts.sequences), using, own))
+            self._stream = weakref.ref(stream)
+            return stream
+
+    def _stream_of(self, wanted: Wanted) -> Stream:
+        return Session(self, lasting=False).stream_of("batch", wanted.prompt, wanted.options)
 
     @with_keywords
     def chat(
@@ -360,6 +434,7 @@ class LoadedModel:
         if not self._closed:
             with self.using("close", keep=True):
                 self._closed = True
+                self._close_batch()
                 self.engine.close()
 
     def __enter__(self) -> Self:
@@ -374,12 +449,28 @@ class LoadedModel:
 
     # -- for sessions and streams
 
-    def ids(self, text: Prompt, *, start: bool) -> list[int]:
-        """Token ids of a text, with the beginning-of-text token where the model wants it at the start; ids as they are."""
+    def batched(self, sequences: int | None = None) -> BatchedTexts:
+        """Texts at once, for a caller that is `using` the model: opened on first use, and anew where more sequences are asked for."""
+        if self._batched is not None and sequences is not None and sequences > self._batched.sequences:
+            self._close_batch()
+        if self._batched is None:
+            n_ctx = self.engine.n_ctx
+            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences or self.sequences))
+            if self.engine.n_ctx != n_ctx:
+                self.warm.clear()
+        return self._batched
+
+    def _close_batch(self) -> None:
+        if self._batched is not None:
+            self._batched.close()
+            self._batched = None
+
+    def ids(self, text: Prompt, *, start: bool, name: str = "the prompt") -> list[int]:
+        """Token ids of a text, with the beginning-of-text token where the model wants it at the start; ids as they are. name: in errors."""
         if isinstance(text, str):
             ids = self.tokenizer.encode(text, add_bos=None if start else False, add_end=False)  # for it goes on
         else:
-            ids = given.token_ids("the prompt", text, self.n_vocab)
+            ids = given.token_ids(name, text, self.n_vocab)
         if not ids:
             raise ModelError(f"[model] {self.name}: {text!r} has no token; give another text")
         return ids

@@ -100,16 +100,18 @@ class Session:
             self.model.warn_of_moved_system()
         if prompt.stops:
             checked = replace(checked, stop=(*checked.stop, *prompt.stops))
-        return self._stream_from("session.chat", prompt.ids, checked, None if checked.json_schema else ReplyReader(prompt.marks))
+        return self.stream_of("session.chat", prompt.ids, checked, None if checked.json_schema else ReplyReader(prompt.marks))
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
         checked = Options.of(options, self.model.n_vocab)
         self.model.require_room(prompt)
-        return self._stream_from("session.stream_from", self.model.ids(prompt, start=True), checked)
+        return self.stream_of("session.stream_from", self.model.ids(prompt, start=True), checked)
 
-    def _stream_from(self, what: str, ids: list[int], checked: Options, reader: ReplyReader | None = None) -> Stream:
+    def stream_of(self, what: str, ids: list[int], checked: Options, reader: ReplyReader | None = None) -> Stream:
+        """As `stream_from`, of ids and options that are checked. what: the call, for errors. reader: of a reply that has
+        thoughts beside the answer."""
         constraint = self.model.constraint(checked.json_schema)
         with self.model.using(what, self) as engine:
             self._check_room(len(ids))

@@ -23,6 +23,7 @@ class LoadOptions:
     ubatch  tokens of a prompt that go through the weights at once, at most; None: 512, on CPU drivers 64
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0", in any case: what keys and values are kept as
     exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
+    sequences  texts of a batch that run at once, at most; None: as many as pay (vkback/api/model.py)
     lora    adapter files (vkback/models/adapter.py)
     fusion  "all" or "none"
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
@@ -35,13 +36,14 @@ class LoadOptions:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     exact: bool = False
+    sequences: int | None = None
     lora: tuple[Given, ...] = ()
     fusion: str = "all"
     repack: Repack | None = None
     progress: Report | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ctx", "ubatch"):
+        for name in ("ctx", "ubatch", "sequences"):
             value = getattr(self, name)
             self._set(name, None if value is None else checks.whole(name, value, "a whole number, 1 or more, or None", 1))
         for name in ("cache_type_k", "cache_type_v"):

@@ -1,0 +1,123 @@
+"""Many texts of a model at once, from prompts and options to pieces of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from vkback.api.errors import too_long
+from vkback.api.options import Options
+from vkback.api.reasoning import ReplyReader
+from vkback.api.result import Chunk, FinishReason, Result, Timings
+from vkback.api.text import GeneratedText
+from vkback.engine.batch.batch import Batch, Request, Took, Update
+from vkback.engine.constraint import Constraint
+from vkback.errors import VkbackError
+
+Event = Chunk | Result | VkbackError
+"""Pieces of a text, then the whole; or the error that ended it."""
+
+
+@dataclass(eq=False)
+class BatchText:
+    """A text of a batch. id: the batch's, -1: it has nothing to do. prompt: its tokens. most: that are made at most. compiled: seconds of
+    compilers before its first token."""
+
+    id: int
+    out: GeneratedText
+    options: Options
+    prompt: int
+    most: int
+    took: Took = field(default_factory=Took)
+    compiled: float = 0.0
+
+
+class BatchedTexts:
+    """Texts over a batch. As that, for one thread at a time."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._texts: dict[int, BatchText] = {}
+        self._ready: list[tuple[BatchText, Event]] = []
+
+    @property
+    def sequences(self) -> int:
+        """Texts that run at once, at most."""
+        return self.batch.limits.slots
+
+    @property
+    def busy(self) -> bool:
+        """Whether any text has not ended."""
+        return bool(self._texts or self._ready)
+
+    def add(
+        self,
+        ids: Sequence[int],
+        options: Options,
+        constraint: Constraint | None = None,
+        *,
+        reader: ReplyReader | None = None,
+        client: str = "",
+    ) -> BatchText:
+        """Put a text in work. reader: of a reply that has thoughts beside the answer. client: whose it is; clients take turns. Raises
+        ContextLengthError, and what `Batch.add` raises."""
+        batch, engine = self.batch, self.batch.engine
+        if len(ids) > batch.max_rows:
+            raise too_long(len(ids), batch.max_rows)
+        room = min(batch.max_rows, batch.pool.n_pages * batch.pool.page) - len(ids) + 1
+        most = room if options.max_tokens is None else min(room, options.max_tokens)
+        out = GeneratedText(engine.model, options, reader=reader)
+        if most < 1:
+            text = BatchText(-1, out, options, len(ids), most)
+            self._ready.append((text, self.end(text, "length")))
+            return text
+        request = Request(tuple(ids), most, options.sampler, not options.ignore_eos, client, options.logprobs is not None, constraint)
+        text = BatchText(batch.add(request), out, options, len(ids), most)
+        self._texts[text.id] = text
+        return text
+
+    def end(self, text: BatchText, reason: FinishReason = "closed") -> Result:
+        """End a text here, unless it has ended: what it has so far. Its pages are free within a step."""
+        text.out.end(reason)
+        if self._texts.pop(text.id, None) is not None:
+            self.batch.cancel(text.id)
+        took, made = text.took, len(text.out.made)
+        compiled = self.batch.engine.compiled.seconds - text.compiled
+        decode_s = time.perf_counter() - took.began - compiled if made else 0.0
+        text.out.timings = Timings(compiled if made else 0.0, took.reused, text.prompt - took.reused, took.prompt_s, made, decode_s)
+        return text.out.result
+
+    def advance(self) -> list[tuple[BatchText, Event]]:
+        """Do the next thing, which may be to wait for a step, and say what came of it."""
+        found, self._ready = self._ready, []
+        if self._texts and not found:
+            for made in self.batch.advance():
+                if (text := self._texts.get(made.id)) is not None:
+                    found += ((text, event) for event in self._events(text, made))
+        return found
+
+    def close(self) -> None:
+        """Give the batch's memory back."""
+        self.batch.close()
+
+    def _events(self, text: BatchText, made: Update) -> Iterator[Event]:
+        out = text.out
+        text.took = made.took
+        if made.tokens and not out.made:
+            text.compiled = self.batch.engine.compiled.seconds
+        for i, token in enumerate(made.tokens):
+            piece = out.take(token, made.logits[i] if made.logits else None)
+            if piece is not None:
+                yield piece
+            if out.finish is not None:
+                break
+        if out.finish is None and made.error is not None:
+            self.end(text)
+            yield made.error
+        elif out.finish is not None or made.reason:
+            if out.finish is None:
+                out.end("stop" if made.reason == "stop" else "length" if text.most == text.options.max_tokens else "context")
+                if (piece := out.rest()) is not None:
+                    yield piece
+            yield self.end(text)
