@@ -471,7 +471,9 @@ def test_every_option_is_checked_and_shown_by_help() -> None:
 )
 def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.LoadedModel) -> None:
     session = model.session()
-    several = (model.generate,) * (not isinstance(prompt, list) or isinstance(prompt[0], float))  # else it takes a list of them
+    several: tuple[Any, ...] = (model.generate,) * (
+        not isinstance(prompt, list) or isinstance(prompt[0], float)
+    )  # else it takes a list of them
     for call in (*several, model.stream, model.logits, model.perplexity, session.generate, session.stream_from, model.profile):
         with pytest.raises(ModelError, match=text):
             call(prompt)

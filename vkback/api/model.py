@@ -339,7 +339,7 @@ class LoadedModel:
             return stream
 
     def _stream_of(self, wanted: Wanted) -> Stream:
-        return Session(self, lasting=False).stream_of("batch", wanted.prompt, wanted.options)
+        return Session(self, lasting=False).stream_of("batch", list(wanted.prompt), wanted.options)
 
     @with_keywords
     def chat(
