@@ -304,6 +304,8 @@ class LoadedModel:
     ) -> BatchStream:
         """As `batch`, piece by piece: `for index, piece in model.batch_stream(...)`, index being that of the result."""
         checked = Options.of(options, self.n_vocab)
+        if checked.logits_processor:
+            raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
         found = given.several(prompts)
         if found is None and not (isinstance(prompts, list | tuple) and not prompts):
             raise given.wrong("prompts", prompts, "a list of texts, or of lists of token ids; generate takes one")

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar
 
 from vkback.api import given
 from vkback.api.errors import ModelError
+from vkback.engine.host_loop import LogitsProcessor
 from vkback.engine.sampler import Sampler
 from vkback.errors import did_you_mean
 
@@ -26,7 +27,7 @@ class GenerateOptions(TypedDict, total=False):
 
     max_tokens   tokens at most; None: until an end-of-text token or the end of the context; 0: read the prompt and make none
     temperature  0 takes the most likely token
-    top_k        choose among this many; 0 for all
+    top_k        choose among this many; 0 for all. Tokens as likely as the last of them are in, too, but 1 is one: as temperature 0
     top_p        choose among the likeliest that make up this share; 1 for all
     min_p        drop tokens less likely than this share of the likeliest; 0 for none
     seed         the same seed gives the same text; None: another one each time, which the result tells
@@ -36,6 +37,9 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias   token -> what is added to its logit; -inf bans it
     logprobs     None, or how many of the likeliest tokens to tell at each step beside the one chosen; costs speed, changes no token
     ignore_eos   go on after an end-of-text token
+    logits_processor
+                 a function or several that change the logits of each token in turn, before all else: (tokens so far, logits) -> logits, or
+                 None where they were changed in place. The slow way: each token waits for its logits, and is picked on the host
     json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole: a dict, JSON, or a class of
                  pydantic; needs `vkback[json]`
     """
@@ -54,6 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     ignore_eos: bool
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     json_schema: Mapping[str, Any] | str | type | None
 
 
@@ -81,6 +86,7 @@ class Options:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    logits_processor: tuple[LogitsProcessor, ...] = ()
     json_schema: str | None = None
 
     @classmethod
@@ -103,7 +109,7 @@ class Options:
     @property
     def sampler(self) -> Sampler:
         return Sampler(
-            self.temperature,
+            0.0 if self.top_k == 1 else self.temperature,
             self.top_k,
             self.top_p,
             self.min_p,
@@ -167,6 +173,13 @@ def _bias(name: str, value: Any) -> Mapping[int, float] | None:
     return found
 
 
+def _processors(name: str, value: Any) -> tuple[LogitsProcessor, ...]:
+    found = () if value is None else (value,) if callable(value) else tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(callable(each) for each in found):
+        raise given.wrong(name, value, "a function (tokens, logits) -> logits, or several")
+    return found
+
+
 def _schema(name: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
@@ -198,6 +211,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "logit_bias": _bias,
     "logprobs": _count,
     "ignore_eos": given.flag,
+    "logits_processor": _processors,
     "json_schema": _schema,
 }
 """Each option's check: takes its name and what was given, returns what it stands for."""
@@ -211,6 +225,7 @@ ELSEWHERE = {
     "repeat_last_n": "penalty_last_n",
     "stop_token_ids": "stop",
     "response_format": "json_schema",
+    "logits_processors": "logits_processor",
     "top_logprobs": "logprobs",
 }
 """What other programs call them."""

@@ -18,6 +18,7 @@ from vkback.api.result import Chunk, Result, Timings
 from vkback.api.text import GeneratedText
 from vkback.engine.constraint import Constraint
 from vkback.engine.engine import Engine
+from vkback.engine.host_loop import generate_on_host
 
 Using = Callable[[str], AbstractContextManager[Any]]
 """Takes the engine for one step of a call of this name."""
@@ -107,10 +108,15 @@ class Stream(Iterator[Chunk]):
         n = room if options.max_tokens is None else min(room, options.max_tokens)
         before = engine.compiled
         constraint = self._constraint
+        processors = options.logits_processor
         kind = (sampler.greedy, sampler.penalizes, constraint is not None)
-        engine.prepare(prompt=len(fed) - 1, sampler=None if kind in self._warm or not n else sampler, constrained=constraint is not None)
-        if n:
-            self._warm.add(kind)
+        if processors:
+            engine.prepare(prompt=len(fed) - 1, logits=True)
+        else:
+            warm = kind in self._warm or not n
+            engine.prepare(prompt=len(fed) - 1, sampler=None if warm else sampler, constrained=constraint is not None)
+            if n:
+                self._warm.add(kind)
         prepared = engine.compiled
         start = time.perf_counter()
         engine.prompt(fed[:-1])
@@ -121,9 +127,13 @@ class Stream(Iterator[Chunk]):
             return
         logits: list[npt.NDArray[np.float32]] = []
         on_logits = logits.append if options.logprobs is not None else None
-        tokens = engine.generate(
-            fed[-1], n, sampler=sampler, stop_at_eos=not options.ignore_eos, on_logits=on_logits, constraint=constraint
-        )
+        stop_at_eos = not options.ignore_eos
+        if processors:
+            tokens = generate_on_host(
+                engine, self._text, n, processors, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint
+            )
+        else:
+            tokens = engine.generate(fed[-1], n, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
         decode_s = 0.0
         with contextlib.closing(tokens):  # here: what an iterator raises where it is thrown away, Ctrl-C for one, is printed as ignored
             while out.finish is None:
