@@ -35,8 +35,10 @@ def fuse_training(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> No
 
 def _alike(add: Node) -> bool:
     """Whether a node is a sum of two tensors of equal shape, both made by nodes, into a third."""
+    if add.op != "ADD" or add.params:  # a product has already taken the sum in
+        return False
     a, b = add.inputs
-    return add.op == "ADD" and not add.params and a.shape == b.shape == add.outputs[0].shape and add.outputs[0].kind == "node"
+    return a.shape == b.shape == add.outputs[0].shape and add.outputs[0].kind == "node"
 
 
 def _into_product(add: Node, index: Index, nodes: Nodes, ctx: LowerContext) -> Nodes | None:
