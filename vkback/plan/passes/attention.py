@@ -15,8 +15,11 @@ from vkback.plan.nodes import Index, Nodes, replace, tokens_of
 from vkback.plan.passes.linear import combine
 
 
-def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """Q and K norms, ROPE of both or of neither, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT."""
+def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> Nodes:
+    """Q and K norms, ROPE of both or of neither, both cache stores -> QKV_ROPE_SET_ROWS, ahead of its FLASH_ATTN_EXT.
+
+    bindings  buffers that the device binds: norms stay nodes of their own where the fused op would need more
+    """
     index = Index(nodes, outputs)
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
@@ -46,7 +49,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
         # The kernel norms Q and K or neither.
-        if norms[0] is not None and norms[1] is not None:
+        if norms[0] is not None and norms[1] is not None and _fits(norms[0], norms[1], v, q_in.shape[-1], len(factors), index, bindings):
             gone += [norms[0], norms[1]]
             q, k = norms[0].inputs[0], norms[1].inputs[0]
             extra = (norms[0].inputs[1], norms[1].inputs[1])
@@ -64,6 +67,20 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
             nodes = [reads if n is attention else n for n in nodes]
         index = Index(nodes, outputs)
     return nodes
+
+
+def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, factors: int, index: Index, bindings: int) -> bool:
+    """Whether QKV_ROPE_SET_ROWS can take norms in: those of each head, whose weights are a head wide, where it has bindings for them. Q, K
+    and V right from products become one tensor (`pack_qkv`)."""
+    if not norm_q.inputs[1].shape == norm_k.inputs[1].shape == (head_dim,):
+        return False
+
+    def from_product(t: Tensor) -> bool:
+        added = index.one_use_producer(t, "ADD")
+        return index.one_use_producer(added.inputs[0] if added is not None else t, "LINEAR") is not None
+
+    packed = all(map(from_product, (norm_q.inputs[0], norm_k.inputs[0], v)))
+    return packed or 9 + factors <= bindings  # q, k, v, pos, two caches, two norms, and the Q that comes out
 
 
 def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:

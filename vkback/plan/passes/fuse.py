@@ -42,7 +42,10 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = as_linear(nodes)
     if n == 1 and not ctx.exact:
         nodes = fuse_ssm(nodes, outputs, ctx)
-    for step in (fuse_embedding, fuse_norms, fuse_latent, fuse_attention, fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
+    for step in (fuse_embedding, fuse_norms, fuse_latent):
+        nodes = step(nodes, outputs)
+    nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
+    for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     nodes = choose_kernels(pack_qkv(nodes, n == 1 and choice["rope"] == "attention"), ctx)
     if n == 1 and choice["norm"] == "prologue":
