@@ -10,8 +10,7 @@ that alone is rotated. A head of Q has as many rotated values behind those that 
 Q may have a low rank, too (attn_q_a, attn_q_b). The first leading_dense_block_count layers have a dense feed-forward, the others experts
 beside shared ones, which work on every token. The router is a softmax over all experts, or sigmoids with a bias that takes part in the
 choice alone; experts may come in groups. With YaRN the attention scale has mscale squared, from which RoPE's own magnitude is taken away.
-With `attention.temperature_scale` s and `attention.temperature_length` l, Q of the token at position p is multiplied by
-1 + s ln(1 + floor(p / l)), from a table that is made when the file is opened.
+Q grows with the position where the file says so (vkback/models/temperature.py).
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-import numpy as np
 
 from vkback import constants
 from vkback.gguf.file import GgufError, GgufFile
@@ -31,17 +28,9 @@ from vkback.models.blocks import attention_norm, experts, feed_forward, feed_for
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
+from vkback.models.temperature import TEMPERATURE_LENGTH, TEMPERATURE_SCALE, TEMPERATURES, tempered, with_temperatures
 from vkback.ops.moe.topk import groups_problem
 from vkback.ops.view import View
-
-TEMPERATURES = "attn_temperatures"
-"""The table's name: F32 [context_length, 1]."""
-
-TEMPERATURE = "attn_temperature"
-"""What is read from it for the tokens of a graph."""
-
-MAX_TEMPERATURES = 1 << 24
-"""Rows of the table: 64 MiB."""
 
 GATINGS = {0: "softmax", 1: "softmax", 2: "sigmoid"}
 """By `expert_gating_func`; files made before the key have none."""
@@ -127,8 +116,8 @@ class Deepseek2(Architecture):
         "attention.key_length_mla",
         "attention.kv_lora_rank",
         "attention.q_lora_rank",
-        "attention.temperature_length",
-        "attention.temperature_scale",
+        TEMPERATURE_LENGTH,
+        TEMPERATURE_SCALE,
         "attention.value_length_mla",
         "expert_gating_func",
         "expert_group_count",
@@ -138,6 +127,7 @@ class Deepseek2(Architecture):
         "rope.scaling.yarn_log_multiplier",
     }
     required = ("attention.kv_lora_rank",)
+    by_context = (TEMPERATURES,)
     sizes: ClassVar = {27: "16B", 47: "30B.A3B", 60: "236B", 61: "671B"}
     shapes: ClassVar = {
         "deepseek2-16b": ModelShape(
@@ -217,16 +207,7 @@ class Deepseek2(Architecture):
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:
         m = Metadata(f)
-        scale, length = m.positive_or("attention.temperature_scale", 0.0), m.count("attention.temperature_length", 0, least=0)
-        if scale and not length:
-            raise m.fail("attention.temperature_length", length, f"at least 1, since attention.temperature_scale is {scale:g}")
-        rows = m.count("context_length")
-        if not scale or length >= rows:
-            return f
-        if rows > MAX_TEMPERATURES:
-            raise m.fail("context_length", rows, f"at most {MAX_TEMPERATURES} with attention.temperature_scale")
-        steps = np.arange(rows, dtype=np.float64)[:, None] // length
-        return f.with_made(TEMPERATURES, (1.0 + scale * np.log1p(steps)).astype(np.float32))
+        return with_temperatures(f, m, m.count(TEMPERATURE_LENGTH, 0, least=0))
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
@@ -235,6 +216,7 @@ class Deepseek2(Architecture):
         self.mla = latent(m, hp, absorbed=self.absorbed)
         self.n_dense = m.count("leading_dense_block_count", 0, least=0) if hp.n_expert else hp.n_layer
         self.n_ff_shared = m.count("expert_shared_count", 0, least=0) * hp.n_ff_expert
+        self.temperature_length = m.count(TEMPERATURE_LENGTH, 0, least=0)
         gating = m.count("expert_gating_func", 0, least=0)
         if gating not in GATINGS:
             raise m.fail("expert_gating_func", gating, "1 (softmax) or 2 (sigmoid)")
@@ -270,24 +252,10 @@ class Deepseek2(Architecture):
         """Q of all heads, not yet rotated: [n, n_head * dim_k]."""
         rows = b.hp.n_head * self.mla.dim_k
         if not self.mla.q_rank:
-            return self.tempered(b, b.linear(x, f"blk.{il}.attn_q", rows, f"q-{il}"), il)
+            return tempered(b, b.linear(x, f"blk.{il}.attn_q", rows, f"q-{il}"), il, self.temperature_length)
         q = b.linear(x, f"blk.{il}.attn_q_a", self.mla.q_rank, f"q_a-{il}")
         q = rms_norm(b, q, f"blk.{il}.attn_q_a_norm", f"q_a_norm-{il}", plain=f"q_a_rms-{il}")
-        return self.tempered(b, b.linear(q, f"blk.{il}.attn_q_b", rows, f"q-{il}"), il)
-
-    def tempered(self, b: GraphBuilder, q: Tensor, il: int) -> Tensor:
-        """Q [n, n_head * dim_k] times the temperatures of the tokens' positions, where the file has temperatures."""
-        if not b.hp.has_weight(TEMPERATURES):
-            return q
-        if b.n_ctx > b.hp.n_ctx_train:
-            raise GgufError(
-                f"[gguf] {b.hp.path}: a context of {b.n_ctx} tokens, but attention.temperature_scale is defined up to the trained "
-                f"context of {b.hp.n_ctx_train}; ask for at most that many (--ctx {b.hp.n_ctx_train})"
-            )
-        table = b.hp.weight(TEMPERATURES, (b.hp.n_ctx_train, 1))
-        found = next((node.outputs[0] for node in b.graph.nodes if node.name == TEMPERATURE), None)
-        temperature = found or b.graph.emit("GET_ROWS", TEMPERATURE, "F32", (b.n, 1), (table, b.pos))
-        return b.graph.emit("MUL", f"q_tempered-{il}", "F32", q.shape, (q, temperature))
+        return tempered(b, b.linear(q, f"blk.{il}.attn_q_b", rows, f"q-{il}"), il, self.temperature_length)
 
     def attention(self, b: GraphBuilder, q: Tensor, kv: Tensor, il: int) -> Tensor:
         """Attention of layer `il` from Q [n, n_head * dim_k] and the tokens' rows [n, rank + rot] -> [n, n_embd]."""
