@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def config(f: Checkpoint, **more: Any) -> dict[str, Any]:
         "num_key_value_heads": int(f.get("attention.head_count_kv", n_head)),
         "head_dim": width,
         "max_position_embeddings": int(f.get("context_length")),
-        "rms_norm_eps": float(f.get("attention.layer_norm_rms_epsilon")),
+        "rms_norm_eps": float(f.get("attention.layer_norm_rms_epsilon", 0.0)),
         "rope_parameters": {"rope_type": "default", "rope_theta": float(f.get("rope.freq_base", 10000.0))},
         "tie_word_embeddings": "output.weight" not in f,
         "attn_implementation": "eager",
@@ -92,6 +93,11 @@ def config(f: Checkpoint, **more: Any) -> dict[str, Any]:
     return given | more
 
 
+def layer_norm_config(f: Checkpoint, name: str) -> dict[str, Any]:
+    """The epsilon of layer norms by the name that a configuration has for it."""
+    return {name: float(f.get("attention.layer_norm_epsilon"))}
+
+
 def outer(f: Checkpoint) -> State:
     """Embedding, last norm and output."""
     return {
@@ -101,12 +107,27 @@ def outer(f: Checkpoint) -> State:
     }
 
 
-def attention(f: Checkpoint, state: State, il: int, *, permuted: bool = False) -> None:
-    """Norm, Q, K, V and output of a layer. permuted: Q and K as llama files have them."""
+def llama3_rope(f: Checkpoint) -> dict[str, Any]:
+    """Rope parameters of Llama 3 where the file has divisors: they are 1 for fast pairs; the slowest has the whole factor. transformers
+    makes them all itself."""
+    if "rope_freqs.weight" not in f:
+        return {}
+    return {
+        "rope_type": "llama3",
+        "factor": float(f["rope_freqs.weight"].max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def attention(f: Checkpoint, state: State, il: int, *, permuted: bool = False, norm: str = "attn_norm") -> None:
+    """Norm, Q, K, V and output of a layer. permuted: Q and K as llama files have them. norm: "" without one."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}"
     n_head = int(f.get("attention.head_count"))
     n_kv = int(f.get("attention.head_count_kv", n_head))
-    state[f"{theirs}.input_layernorm.weight"] = f[f"{ours}.attn_norm.weight"]
+    if norm:
+        f.linear(state, f"{theirs}.input_layernorm", f"{ours}.{norm}")
     f.linear(state, f"{theirs}.self_attn.q_proj", f"{ours}.attn_q", permuted_heads=n_head if permuted else 0)
     f.linear(state, f"{theirs}.self_attn.k_proj", f"{ours}.attn_k", permuted_heads=n_kv if permuted else 0)
     f.linear(state, f"{theirs}.self_attn.v_proj", f"{ours}.attn_v")
@@ -119,22 +140,39 @@ def qk_norms(f: Checkpoint, state: State, il: int) -> None:
         state[f"model.layers.{il}.self_attn.{which}_norm.weight"] = f[f"blk.{il}.attn_{which}_norm.weight"]
 
 
-def feed_forward(f: Checkpoint, state: State, il: int) -> None:
-    """Norm and the three matrices of a dense gated feed-forward."""
+def post_norms(f: Checkpoint, state: State, il: int) -> None:
+    """Norms of what attention and feed-forward add, in a layer that has no others."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}"
-    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
+    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.post_attention_norm.weight"]
+    state[f"{theirs}.post_feedforward_layernorm.weight"] = f[f"{ours}.post_ffw_norm.weight"]
+
+
+def feed_forward(f: Checkpoint, state: State, il: int, *, norm: str = "ffn_norm") -> None:
+    """Norm and the three matrices of a dense gated feed-forward. norm: its name in the file, "" without one."""
+    ours, theirs = f"blk.{il}", f"model.layers.{il}"
+    if norm:
+        state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.{norm}.weight"]
     for which in ("gate", "up", "down"):
         f.linear(state, f"{theirs}.mlp.{which}_proj", f"{ours}.ffn_{which}")
 
 
-def experts(f: Checkpoint, state: State, il: int) -> None:
+def experts(f: Checkpoint, state: State, il: int, *, norm: str = "ffn_norm") -> None:
     """Norm, router and experts: gate and up of an expert are one matrix, gate first."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}"
-    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
+    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.{norm}.weight"]
     f.linear(state, f"{theirs}.mlp.gate", f"{ours}.ffn_gate_inp")
     gate_up = [f[f"{ours}.ffn_{which}_exps.weight"] for which in ("gate", "up")]
     state[f"{theirs}.mlp.experts.gate_up_proj"] = torch.cat(gate_up, dim=1)
     state[f"{theirs}.mlp.experts.down_proj"] = f[f"{ours}.ffn_down_exps.weight"]
+
+
+def with_output(model: Any) -> Any:
+    """A text model of a class that makes no logits, with the output layer behind it."""
+    whole: Any = torch.nn.Module()
+    whole.model = model
+    whole.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    whole.forward = lambda **given: SimpleNamespace(logits=whole.lm_head(model(**given).last_hidden_state))
+    return whole
 
 
 def fill(model: Any, f: Checkpoint, state: Mapping[str, Any]) -> Any:

@@ -6,22 +6,14 @@ from pathlib import Path
 
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from references.common import Checkpoint, Logits, attention, config, experts, feed_forward, fill, outer, run
+from references.common import Checkpoint, Logits, attention, config, experts, feed_forward, fill, llama3_rope, outer, run
 
 
 def logits(path: Path, tokens: list[int]) -> Logits:
     """Logits [len(tokens), n_vocab]."""
     f = Checkpoint(path)
     given = config(f)
-    if "rope_freqs.weight" in f:
-        # Its divisors are 1 for fast pairs; the slowest has the whole factor. transformers makes them all itself.
-        given["rope_parameters"] |= {
-            "rope_type": "llama3",
-            "factor": float(f["rope_freqs.weight"].max()),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
+    given["rope_parameters"] |= llama3_rope(f)
     state = outer(f)
     n_expert = f.get("expert_count", 0)
     for il in range(f.get("block_count")):

@@ -20,6 +20,9 @@ RopeParams = dict[str, Any]
 RMS_EPS = "attention.layer_norm_rms_epsilon"
 """The key of the epsilon of RMS norms."""
 
+LAYER_EPS = "attention.layer_norm_epsilon"
+"""The key of the epsilon of layer norms."""
+
 LARGE = 1e6
 """Beyond it, and below its inverse, no model has a scale: such a number is damaged."""
 
@@ -262,6 +265,13 @@ class Metadata:
             return tuple(not bool(v) for v in value)
         period = self.count(name, period, least=0)
         return tuple(period > 0 and il % period == period - 1 for il in range(n_layer))
+
+    def sections(self, name: str, pairs: int) -> None:
+        """Checks that the sections of RoPE, where a file has them, are of all its pairs and of no more."""
+        value = self._f.metadata.get(self.key(name))
+        if value is not None and (not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or int(value.sum()) != pairs):
+            shown = value.tolist() if isinstance(value, np.ndarray) and value.size <= 8 else quoted(value)
+            raise self.fail(name, shown, f"integers whose sum is the {pairs} pairs that RoPE turns")
 
     def stated(self, name: str, default: int = 0) -> int:
         """An integer of a file that need not be sound; the default where it has none."""

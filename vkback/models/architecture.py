@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 from vkback.gguf.file import GgufError, GgufFile
@@ -11,7 +12,7 @@ from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head, Paging
-from vkback.models.keys import COMMON, unread_keys
+from vkback.models.keys import COMMON, MTP, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 
 UNKNOWN_SIZE = "?B"
@@ -34,7 +35,8 @@ class Architecture(ABC):
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
 
-    unused_keys  of a file: those that have a value, but no part in the logits
+    unused_keys     of a file: those that have a value, but no part in the logits
+    unused_tensors  of a file: those that the architecture knows and no graph reads
 
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
@@ -61,7 +63,18 @@ class Architecture(ABC):
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
+        self.unused_tensors: frozenset[str] = frozenset()
         self.unused_keys = unread_keys(f, COMMON | self.keys | {self.norm_eps}, self.settled)
+
+    def without_mtp_blocks(self, count: int) -> None:
+        """Take the file's last `count` blocks, which predict tokens beyond the next one, for unused. Raises GgufError when there are no
+        others."""
+        n_layer = self.hp.n_layer - count
+        if n_layer < 1:
+            raise self.metadata.fail(MTP, count, f"less than the {self.hp.n_layer} blocks of the file")
+        blocks = tuple(f"blk.{il}." for il in range(n_layer, self.hp.n_layer))
+        self.unused_tensors |= {name for name in self.file.tensors if name.startswith(blocks)}
+        self.hp = replace(self.hp, n_layer=n_layer)
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:

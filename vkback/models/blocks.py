@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
-from vkback.gguf.hparams import Heads, Rope
+import numpy as np
+
+from vkback.gguf.file import GgufFile
+from vkback.gguf.hparams import Heads, HParams, Rope
 from vkback.graph import Tensor
 from vkback.models.builder import GraphBuilder
 
@@ -37,13 +40,26 @@ def rms_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) ->
     return b.graph.emit("MUL", name, "F32", x.shape, (y, w))
 
 
-def layer_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor:
-    """Layer norm times `stem`.weight plus `stem`.bias."""
-    w, bias = (b.hp.weight(f"{stem}.{kind}", x.shape[-1:]) for kind in ("weight", "bias"))
+def layer_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str, bias: str = "") -> Tensor:
+    """Layer norm times `stem`.weight plus `stem`.bias, or a bias of another name."""
+    w, shift = (b.hp.weight(weight, x.shape[-1:]) for weight in (f"{stem}.weight", bias or f"{stem}.bias"))
     prefix, dash, layer = name.partition("-")
     y = b.graph.emit("NORM", plain, "F32", x.shape, (x,), eps=b.hp.rms_eps)
     y = b.graph.emit("MUL", f"{prefix}_weighted{dash}{layer}", "F32", x.shape, (y, w))
-    return b.graph.emit("ADD", name, "F32", x.shape, (y, bias))
+    return b.graph.emit("ADD", name, "F32", x.shape, (y, shift))
+
+
+ZERO_BIAS = "zero_bias"
+
+
+def with_zero_bias(f: GgufFile, width: int) -> GgufFile:
+    """The file with a bias of zeros for `bare_layer_norm`, which so is what kernels know a layer norm as."""
+    return f.with_made(ZERO_BIAS, np.zeros(width, np.float32))
+
+
+def bare_layer_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor:
+    """Layer norm times `stem`.weight, of a file `with_zero_bias`."""
+    return layer_norm(b, x, stem, name, plain=plain, bias=ZERO_BIAS)
 
 
 def attention_norm(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
@@ -60,12 +76,23 @@ Projection = Callable[[GraphBuilder, Tensor, int, Heads], tuple[Tensor, Tensor, 
 """Q, K and V of a layer from its normed input [n, n_embd]: [n, heads * head width] each."""
 
 
+QkNormOf = Literal["head", "all heads", "rotated head"]
+"""What the norm of Q and K is over: each head, before it is rotated; all heads at once; each head once it is rotated."""
+
+
 def separate_qkv(b: GraphBuilder, x: Tensor, il: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """A Projection with a weight each."""
     q = b.linear(x, f"blk.{il}.attn_q", heads.n * heads.dim_k, f"Qcur-{il}")
     k = b.linear(x, f"blk.{il}.attn_k", heads.n_kv * heads.dim_k, f"Kcur-{il}")
     v = b.linear(x, f"blk.{il}.attn_v", heads.n_kv * heads.dim_v, f"Vcur-{il}")
     return q, k, v
+
+
+def qkv_cuts(f: GgufFile, hp: HParams) -> dict[str, dict[str, int]]:
+    """Cuts (`GgufFile.cut`) of the layers' tensors that hold Q, K and V, where the file has such."""
+    rows = {"attn_q": hp.n_head * hp.head_dim_k, "attn_k": hp.n_head_kv * hp.head_dim_k, "attn_v": hp.n_head_kv * hp.head_dim_v}
+    whole = [f"blk.{il}.attn_qkv.{kind}" for il in range(hp.n_layer) for kind in ("weight", "bias")]
+    return {name: {name.replace("attn_qkv", part): n for part, n in rows.items()} for name in whole if name in f.tensors}
 
 
 def attention(
@@ -77,6 +104,7 @@ def attention(
     heads: Heads | None = None,
     qkv: Projection = separate_qkv,
     qk_norm: Norm | None = None,
+    qk_norm_of: QkNormOf = "head",
     sinks: bool = False,
     window: int = 0,
 ) -> Tensor:
@@ -84,7 +112,7 @@ def attention(
 
     rope     how Q and K are rotated; None: not at all
     heads    those of this layer; default: hp's
-    qk_norm  every head of Q and K is normed before it is rotated
+    qk_norm  the norm of Q and K, of what qk_norm_of says
     sinks    every head has an attention sink
     window   rows that a token sees; 0: all so far
     """
@@ -92,10 +120,14 @@ def attention(
 
     def placed(x: Tensor, count: int, value: str, weight: str) -> Tensor:
         """Q or K cut into heads, normed and rotated: [n, count, dim_k]."""
-        x = b.view(x, (b.n, count, heads.dim_k))
-        if qk_norm:
-            x = qk_norm(b, x, f"blk.{il}.{weight}", f"{value}_normed-{il}", plain=f"{value}_rms-{il}")
-        return b.rope(x, f"{value}_rope-{il}", rope) if rope else x
+
+        def normed(x: Tensor, of: QkNormOf) -> Tensor:
+            if qk_norm is None or of != qk_norm_of:
+                return x
+            return qk_norm(b, x, f"blk.{il}.{weight}", f"{value}_normed-{il}", plain=f"{value}_rms-{il}")
+
+        x = normed(b.view(normed(x, "all heads"), (b.n, count, heads.dim_k)), "head")
+        return normed(b.rope(x, f"{value}_rope-{il}", rope) if rope else x, "rotated head")
 
     q, k, v = qkv(b, x, il, heads)
     k = placed(k, heads.n_kv, "Kcur", "attn_k_norm")
@@ -127,15 +159,58 @@ def pre_norm_layer(
     il: int,
     *,
     rope: Rope | None,
+    qkv: Projection = separate_qkv,
     qk_norm: Norm | None = None,
+    qk_norm_of: QkNormOf = "head",
     window: int = 0,
     feed: FeedForward = feed_forward,
+    n_ff_shared: int = 0,
+    second_norm: str = "ffn_norm",
 ) -> Tensor:
-    """Layer `il` as most architectures have it: RMS norm, attention, residual, RMS norm, feed-forward, residual. feed: `feed_forward` or
-    `experts`; the rest as of `attention`."""
-    y = attention(b, attention_norm(b, x, il), il, rope=rope, qk_norm=qk_norm, window=window)
+    """Layer `il` as most architectures have it: RMS norm, attention, residual, RMS norm, feed-forward, residual.
+
+    feed         `feed_forward`, or `experts`
+    n_ff_shared  width of a shared expert beside it, 0 without
+    second_norm  name of the second norm's weight
+    The rest as of `attention`.
+    """
+    y = attention(b, attention_norm(b, x, il), il, rope=rope, qkv=qkv, qk_norm=qk_norm, qk_norm_of=qk_norm_of, window=window)
     x = b.last_token(b.add(y, x, f"ffn_inp-{il}"), il)
-    return b.add(feed(b, feed_forward_norm(b, x, il), il), x, f"l_out-{il}")
+    normed = rms_norm(b, x, f"blk.{il}.{second_norm}", f"ffn_norm-{il}", plain=f"ffn_rms-{il}")
+    if n_ff_shared:
+        x = b.add(shared_expert(b, normed, il, n_ff_shared), x, f"ffn_shared-{il}")
+    return b.add(feed(b, normed, il), x, f"l_out-{il}")
+
+
+def post_norm_layer(
+    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm_of: QkNormOf = "head", window: int = 0, glu: Glu = SWIGLU
+) -> Tensor:
+    """Layer `il` whose attention and feed-forward read the residual stream as it is and are RMS-normed before they are added to it."""
+    y = attention(b, x, il, rope=rope, qk_norm=rms_norm, qk_norm_of=qk_norm_of, window=window)
+    y, x = b.last_token(y, il, "attn_out_last"), b.last_token(x, il, "attn_inp_last")
+    y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
+    x = b.add(y, x, f"ffn_inp-{il}")
+    y = feed_forward(b, x, il, glu=glu)
+    y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
+    return b.add(y, x, f"l_out-{il}")
+
+
+def parallel_layer(
+    b: GraphBuilder,
+    x: Tensor,
+    il: int,
+    *,
+    rope: Rope | None,
+    norm: Norm,
+    feed: FeedForward = feed_forward,
+    qk_norm: Norm | None = None,
+    window: int = 0,
+) -> Tensor:
+    """Layer `il` whose attention and feed-forward read one normed input; both are added to the residual stream."""
+    normed = norm(b, x, f"blk.{il}.attn_norm", f"attn_norm-{il}", plain=f"attn_centered-{il}")
+    y = attention(b, normed, il, rope=rope, qk_norm=qk_norm, window=window)
+    x = b.last_token(b.add(y, x, f"attn_residual-{il}"), il)
+    return b.add(feed(b, b.last_token(normed, il, "attn_norm_last"), il), x, f"l_out-{il}")
 
 
 def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
@@ -173,6 +248,12 @@ def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: s
     act = g.emit(glu.op, f"ffn_moe_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
     down = routed(b, act, ids, f"blk.{il}.ffn_down_exps", hp.n_embd, f"ffn_moe_down-{il}")
     return g.emit("MOE_REDUCE", f"ffn_moe_out-{il}", "F32", (n, hp.n_embd), (down, weights))
+
+
+def experts_by_sigmoid(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+    """`experts` whose router is a sigmoid of each logit, with a bias for the choice that the file must have."""
+    b.hp.weight(f"blk.{il}.exp_probs_b.bias", (b.hp.n_expert,))
+    return experts(b, x, il, gating="sigmoid")
 
 
 def routed(b: GraphBuilder, x: Tensor, ids: Tensor, stem: str, rows: int, name: str) -> Tensor:

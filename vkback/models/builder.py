@@ -125,11 +125,17 @@ class GraphBuilder:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The output layer, whose weight is the embedding table where the file has no other; softcapped where the file says so."""
-        stem, cap = "output" if self.hp.has_weight("output.weight") else "token_embd", self.hp.softcap
+        """The output layer, whose weight is the embedding table where the file has no other, plus output.bias where the file has one;
+        softcapped where the file says so."""
+        hp, cap = self.hp, self.hp.softcap
+        w = hp.weight("output.weight" if hp.has_weight("output.weight") else "token_embd.weight", (hp.n_vocab, hp.n_embd))
+        bias = (hp.weight("output.bias", (hp.n_vocab,)),) if hp.has_weight("output.bias") else ()
+        last = "result_linear" if cap else "result_output"
+        y = self.graph.emit("MUL_MAT", "result_product" if bias else last, "F32", (x.shape[0], hp.n_vocab), (w, x))
+        if bias:
+            y = self.graph.emit("ADD", last, "F32", y.shape, (y, *bias))
         if not cap:
-            return self.linear(x, stem, self.hp.n_vocab, "result_output")
-        y = self.linear(x, stem, self.hp.n_vocab, "result_linear")
+            return y
         y = self.graph.emit("SCALE", "result_scaled", "F32", y.shape, (y,), scale=1.0 / cap, bias=0.0)
         y = self.graph.emit("TANH", "result_tanh", "F32", y.shape, (y,))
         return self.graph.emit("SCALE", "result_output", "F32", y.shape, (y,), scale=cap, bias=0.0)

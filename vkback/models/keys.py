@@ -47,6 +47,12 @@ EXPERTS: frozenset[str] = frozenset(
 )
 """Keys that architectures with experts read as well."""
 
+SECTIONS = "rope.dimension_sections"
+"""Pairs of RoPE that turn by a picture's time, height and width; the same position in a text."""
+
+MTP = "nextn_predict_layers"
+"""Blocks at the end of a file that predict tokens beyond the next one."""
+
 ABOUT_FILES: frozenset[str] = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})
 """Keys that say how a file came about. Many files have them, and nobody needs to hear of it."""
 

@@ -42,7 +42,7 @@ def _check_biases(known: Architecture) -> None:
 
     layers: dict[str, set[str]] = {}
     for name in known.file.tensors:
-        if name.startswith("blk."):
+        if name.startswith("blk.") and name not in known.unused_tensors:
             _, layer, rest = name.split(".", 2)
             layers.setdefault(layer, set()).add(rest)
     biases: dict[frozenset[str], set[str]] = {}
@@ -85,7 +85,7 @@ class Model:
         model = cls(f, known)
         used = model.graph(1, 1, head="all").tensors()
         for name, tensor in f.tensors.items():
-            if name not in used and name not in known.by_context:
+            if name not in used and name not in known.by_context and name not in known.unused_tensors:
                 raise GgufError(
                     f"[gguf] {f.where(name)}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong"
                 )

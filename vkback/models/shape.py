@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
 """Names within a layer ("attn_q.weight") and shapes, in the order of a file."""
@@ -31,8 +32,8 @@ class ModelShape:
     layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
     attention     numbers of the layers with attention, where the others have none; None: all
     vocabulary    kind of it, where it is not the architecture's (`Architecture.vocabulary`)
-    metadata      further keys of the architecture and their values: integers, floats, strings, booleans; they hold where a field says
-                  otherwise
+    metadata      further keys of the architecture and their values: integers, floats, strings, booleans, or several of these; they hold
+                  where a field says otherwise
     """
 
     arch: str
@@ -57,7 +58,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...] = ()
     attention: frozenset[int] | None = None
     vocabulary: str = ""
-    metadata: Mapping[str, int | float | str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def n_rot(self) -> int:
@@ -80,10 +81,28 @@ def qk_norm_tensors(s: ModelShape) -> Tensors:
     yield "attn_q_norm.weight", (s.head_dim,)
 
 
+def whole_qk_norm_tensors(s: ModelShape) -> Tensors:
+    """Norms of K and Q over all their heads at once."""
+    yield "attn_k_norm.weight", (s.n_head_kv * s.head_dim,)
+    yield "attn_q_norm.weight", (s.n_head * s.head_dim,)
+
+
+def post_norm_tensors(s: ModelShape) -> Tensors:
+    """Norms of what attention and feed-forward add."""
+    yield "post_attention_norm.weight", (s.n_embd,)
+    yield "post_ffw_norm.weight", (s.n_embd,)
+
+
 def feed_forward_tensors(s: ModelShape) -> Tensors:
     """A dense feed-forward with a gate."""
     yield "ffn_down.weight", (s.n_embd, s.n_ff)
     yield "ffn_gate.weight", (s.n_ff, s.n_embd)
+    yield "ffn_up.weight", (s.n_ff, s.n_embd)
+
+
+def plain_feed_forward_tensors(s: ModelShape) -> Tensors:
+    """A dense feed-forward without a gate."""
+    yield "ffn_down.weight", (s.n_embd, s.n_ff)
     yield "ffn_up.weight", (s.n_ff, s.n_embd)
 
 
@@ -102,9 +121,9 @@ def shared_expert_tensors(s: ModelShape, width: int) -> Tensors:
     yield "ffn_up_shexp.weight", (width, s.n_embd)
 
 
-def with_biases(tensors: Tensors) -> Tensors:
-    """After every matrix its bias."""
+def with_biases(tensors: Tensors, *, but: str = "") -> Tensors:
+    """After every matrix its bias, `but` one."""
     for name, dims in tensors:
         yield name, dims
-        if len(dims) > 1:
+        if len(dims) > 1 and name != f"{but}.weight":
             yield f"{name.removesuffix('weight')}bias", dims[:-1]

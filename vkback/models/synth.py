@@ -281,8 +281,10 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     return -(-path.stat().st_size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
 
-def _add_value(writer: GGUFWriter, key: str, value: int | float | str) -> None:
-    if isinstance(value, str):
+def _add_value(writer: GGUFWriter, key: str, value: int | float | str | tuple[Any, ...]) -> None:
+    if isinstance(value, tuple):
+        writer.add_array(key, list(value))
+    elif isinstance(value, str):
         writer.add_string(key, value)
     elif isinstance(value, bool):
         writer.add_bool(key, value)

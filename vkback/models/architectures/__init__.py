@@ -2,7 +2,36 @@
 
 from importlib import import_module
 
-NAMES = ("llama", "deci", "deepseek2", "gemma3", "gpt2", "gpt_oss", "granitehybrid", "phi3", "qwen2", "qwen3", "qwen3moe", "smollm3")
+NAMES = (
+    "llama",
+    "cohere2",
+    "command_r",
+    "deci",
+    "deepseek2",
+    "ernie4_5",
+    "exaone4",
+    "gemma3",
+    "glm4moe",
+    "gpt2",
+    "gpt_oss",
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "hunyuan_moe",
+    "minimax_m2",
+    "mistral3",
+    "olmo2",
+    "phi2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "qwen3vl",
+    "qwen3vlmoe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+)
 """Modules of this package, in the order in which architectures are listed: the one that most models have comes first."""
 
 for _name in NAMES:

@@ -44,8 +44,6 @@ class Qwen2(Architecture):
 
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:
-        for name, dims in with_biases(attention_tensors(s)):
-            if name != "attn_output.bias":
-                yield name, dims
+        yield from with_biases(attention_tensors(s), but="attn_output")
         yield "ffn_norm.weight", (s.n_embd,)
         yield from feed_forward_tensors(s)

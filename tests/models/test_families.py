@@ -1,0 +1,145 @@
+"""What sets families apart that share their layers: scales, temperatures, where norms stand, blocks of a file that stay unread.
+tests/models/test_references.py compares their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_paths import planned_for
+from tiny_models import changed
+
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.evaluate.judge import nmse
+from vkback.evaluate.twin import NumpyTwin
+from vkback.gguf.file import GgufTensor
+from vkback.graph import Node
+from vkback.models import Model
+from vkback.models.synth import outline
+from vkback.models.temperature import TEMPERATURE, TEMPERATURES
+from vkback.plan.passes.fuse import fuse
+from vkback.plan.planner import plan
+from vkback.plan.training import training_graph
+
+Tiny = Callable[[str], Path]
+TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, 331, 20)]
+
+
+def nodes_of(path: Path, n: int = 1, n_ctx: int = 32) -> dict[str, Node]:
+    """Nodes by name of a graph of `n` tokens."""
+    return {node.name: node for node in Model.open(path).graph(n, n_ctx, head="last").nodes}
+
+
+def test_granite_s_scales_are_in_the_embedding_the_norms_and_the_last_weight(tiny: Tiny) -> None:
+    model = Model.open(tiny("tiny-granite"))
+    nodes = nodes_of(tiny("tiny-granite"))
+    assert nodes["inp_scaled"].params["scale"] == pytest.approx(1.5 / 0.5)
+    assert nodes["attn_rms-0"].params["eps"] == pytest.approx(1e-5 / 0.25)
+    assert nodes["kqv_out-0"].params["scale"] == pytest.approx(0.2)
+    recipe = model.hp.weights["output_norm.weight"].recipe
+    assert recipe is not None and recipe.scale == pytest.approx(1 / 6)
+    assert sum(n.op == "SCALE" for n in nodes.values()) == 1, "no other scale is a node"
+    without = changed(tiny("tiny-granite"), metadata={"rope.scaling.finetuned": False})
+    assert not any(n.op == "ROPE" for n in nodes_of(without).values())
+
+
+def test_temperatures_of_mistral3_begin_behind_the_first_context(tiny: Tiny) -> None:
+    path = tiny("tiny-mistral3")
+    model = Model.open(path)
+    assert TEMPERATURE not in nodes_of(path, n_ctx=10) and TEMPERATURE in nodes_of(path, n_ctx=11)
+    table = model.file.tensors[TEMPERATURES].data.view(np.float32)[:, 0]
+    assert table[:10].tolist() == [1.0] * 10 and table[10] == pytest.approx(1 + 0.3 * np.log(2))
+    rope = nodes_of(path)["Qcur_rope-0"].params
+    assert rope["attn_factor"] * (1 + 0.1 * np.log(16)) == pytest.approx(1.0)
+    own = changed(path, metadata={"attention.temperature_length": 20})
+    assert TEMPERATURE not in nodes_of(own, n_ctx=20) and TEMPERATURE in nodes_of(own, n_ctx=21)
+
+
+def test_sections_of_rope_are_ordinary_rope_for_text(tiny: Tiny) -> None:
+    nodes = nodes_of(tiny("tiny-qwen3vl"))
+    plain = nodes_of(changed(tiny("tiny-qwen3vl"), metadata={"rope.dimension_sections": None, "n_deepstack_layers": None}))
+    assert {name: n.params for name, n in nodes.items()} == {name: n.params for name, n in plain.items()}
+
+
+def test_the_blocks_of_glm4moe_that_predict_further_tokens_stay_unread(tiny: Tiny, tmp_path: Path) -> None:
+    f = Model.open(changed(tiny("tiny-glm4moe"), metadata={"nextn_predict_layers": 1})).file
+    extra = {f"blk.2.nextn.{name}.weight": f.tensors["blk.2.attn_norm.weight"] for name in ("enorm", "hnorm", "shared_head_norm")}
+    model = Model.of(replace(f, tensors={**f.tensors, **extra}))
+    assert model.hp.n_layer == 2 and {name.split(".")[1] for name in model.architecture.unused_tensors} == {"2"}
+    assert extra.keys() < model.architecture.unused_tensors
+    graph = model.graph(1, 32, head="last")
+    assert not any(t.name.startswith("blk.2.") for n in graph.nodes for t in n.inputs)
+    shorter = {name: t for name, t in f.tensors.items() if not name.startswith("blk.2.")}
+    two = Model.of(replace(f, tensors=shorter, metadata={**f.metadata, "glm4moe.block_count": 2, "glm4moe.nextn_predict_layers": 0}))
+    assert graph.nodes == two.graph(1, 32, head="last").nodes
+
+
+@pytest.mark.vulkan
+def test_glm4moe_runs_without_its_last_block(tiny: Tiny, device: Device) -> None:
+    path = changed(tiny("tiny-glm4moe"), metadata={"nextn_predict_layers": 1})
+    with Engine.load(path, device, n_ctx=32, act="f32", progress=False) as engine:
+        assert nmse(engine.prompt_logits(TOKENS), NumpyTwin(path, n_ctx=32).logits(TOKENS)) < 1e-6
+
+
+def test_norms_of_all_heads_are_not_taken_for_norms_of_each(tiny: Tiny) -> None:
+    nodes = nodes_of(tiny("tiny-olmo2"))
+    assert nodes["Kcur_normed-0"].inputs[1].shape == (32,) and nodes["Qcur_normed-0"].inputs[1].shape == (96,)
+    assert nodes["attn_post_norm-0"].inputs[1].name == "blk.0.post_attention_norm.weight"
+    assert nodes["Qcur-0"].inputs[1].name == "inp_embd" and nodes["ffn_gate-0"].inputs[1].name == "ffn_inp-0"
+    fused = fuse(Model.open(tiny("tiny-olmo2")).graph(1, 64, head="last"), planned_for("nvidia_h200_linux"))
+    assert [n.params["has_norm"] for n in fused if n.op == "QKV_ROPE_SET_ROWS"] == [False] * 3
+
+
+def test_windows_of_olmo3_and_exaone4_and_cohere2(tiny: Tiny) -> None:
+    for name, whole, local in (("olmo3", (0.125, 1.0), (1.0, 0.0)), ("exaone4-window", None, (1.0, 0.0)), ("cohere2", None, (1.0, 0.0))):
+        nodes = nodes_of(tiny(f"tiny-{name}"))
+        assert [nodes[f"kqv_out-{il}"].params.get("window", 0) for il in range(5)] == [9, 9, 9, 0, 9], name
+        ropes = [nodes.get(f"Qcur_rope-{il}") for il in range(5)]
+        found = [(r.params["freq_scale"], r.params["ext_factor"]) if r is not None else None for r in ropes]
+        assert found == [local, local, local, whole, local], name
+    turned = changed(tiny("tiny-olmo3"), metadata={"attention.sliding_window_pattern": [False, True, True, True, True]})
+    assert [nodes_of(turned)[f"kqv_out-{il}"].params.get("window", 0) for il in range(5)] == [0, 9, 9, 9, 9]
+
+
+def test_the_magnitude_of_olmo3_s_yarn_is_the_file_s(tiny: Tiny) -> None:
+    own = nodes_of(tiny("tiny-olmo3"))["Qcur_rope-3"].params["attn_factor"]
+    assert own * (1 + 0.1 * np.log(8)) == pytest.approx(1.3)
+    plain = changed(tiny("tiny-olmo3"), metadata={"rope.scaling.attn_factor": None})
+    assert nodes_of(plain)["Qcur_rope-3"].params["attn_factor"] == 1.0
+
+
+def test_hunyuan_norms_what_is_rotated(tiny: Tiny) -> None:
+    nodes = nodes_of(tiny("tiny-hunyuan-moe"))
+    assert nodes["Qcur_rms-0"].inputs[0].name == "Qcur_rope-0" and nodes["Qcur_rope-0"].inputs[0].name == "Qcur-0 (reshaped)"
+    graph = Model.open(tiny("tiny-hunyuan-moe")).graph(1, 64, head="last")
+    for profile, fused in (("nvidia_h200_linux", True), ("apple_m1_honeykrisp", False)):  # eight bindings are one too few
+        found = [n.params["has_norm"] for n in fuse(graph, planned_for(profile)) if n.op == "QKV_ROPE_SET_ROWS"]
+        assert found == [fused] * 3, profile
+
+
+def test_phi2_with_q_k_and_v_in_one_tensor(tiny: Tiny) -> None:
+    f = Model.open(tiny("tiny-phi2")).file
+    kinds = [f"blk.{il}.attn_{{}}.{kind}" for il in range(3) for kind in ("weight", "bias")]
+    joined = {}
+    for kind in kinds:
+        parts = [f.tensors[kind.format(part)] for part in "qkv"]
+        data = np.concatenate([np.asarray(t.data).reshape(-1) for t in parts])
+        shape = (sum(t.shape[0] for t in parts), *parts[0].shape[1:])
+        joined[kind.format("qkv")] = GgufTensor(kind.format("qkv"), parts[0].type, shape, 0, data.nbytes, data)
+    rest = {name: t for name, t in f.tensors.items() if not any(f".attn_{part}." in name for part in "qkv")}
+    model = Model.of(replace(f, tensors={**rest, **joined}))
+    assert model.graph(1, 32, head="last").nodes == Model.of(f).graph(1, 32, head="last").nodes
+    for kind in kinds:
+        for part in "qkv":
+            assert np.array_equal(model.file.tensors[kind.format(part)].data, f.tensors[kind.format(part)].data)
+
+
+def test_a_training_step_of_blocks_side_by_side_is_planned() -> None:
+    """Products take both sums in, each where it stands: before, the second was looked for in a product that had already taken it."""
+    model = Model.of(outline("tiny-phi2-F32"))
+    graph = training_graph(model.graph(64, 64, head="all")).graph
+    assert plan(graph, planned_for("llvmpipe_mesa_22_debian12"), fusion="training").stages
