@@ -46,17 +46,21 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
         else:
             continue
         v = store_v.inputs[0]
+        stored_in = store_k.inputs[1]
+        rows = (stored_in,) if stored_in.name != pos.name else ()
         norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
         # The kernel norms Q and K or neither.
-        if norms[0] is not None and norms[1] is not None and _fits(norms[0], norms[1], v, q_in.shape[-1], len(factors), index, bindings):
+        if (
+            norms[0] is not None
+            and norms[1] is not None
+            and _fits(norms[0], norms[1], v, q_in.shape[-1], len(factors) + len(rows), index, bindings)
+        ):
             gone += [norms[0], norms[1]]
             q, k = norms[0].inputs[0], norms[1].inputs[0]
             extra = (norms[0].inputs[1], norms[1].inputs[1])
             params["eps"] = norms[0].params["eps"]
         params |= {"has_norm": bool(extra), "has_ff": bool(factors), "packed": False}
-        stored_in = store_k.inputs[1]
-        rows = (stored_in,) if stored_in.name != pos.name else ()
         params |= {"has_rows": True} if rows else {}
         params |= {key: c.type for key, c in (("type_k", cache_k), ("type_v", cache_v)) if c.type != "F16"}
         q, k, v = (dataclasses.replace(t, shape=shape) for t, shape in ((q, q_in.shape), (k, k_in.shape), (v, k_in.shape)))
@@ -69,7 +73,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
     return nodes
 
 
-def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, factors: int, index: Index, bindings: int) -> bool:
+def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, more: int, index: Index, bindings: int) -> bool:
     """Whether QKV_ROPE_SET_ROWS can take norms in: those of each head, whose weights are a head wide, where it has bindings for them. Q, K
     and V right from products become one tensor (`pack_qkv`)."""
     if not norm_q.inputs[1].shape == norm_k.inputs[1].shape == (head_dim,):
@@ -80,7 +84,7 @@ def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, factors: int, in
         return index.one_use_producer(added.inputs[0] if added is not None else t, "LINEAR") is not None
 
     packed = all(map(from_product, (norm_q.inputs[0], norm_k.inputs[0], v)))
-    return packed or 9 + factors <= bindings  # q, k, v, pos, two caches, two norms, and the Q that comes out
+    return packed or 9 + more <= bindings  # q, k, v, pos, two caches, two norms, and the Q that comes out
 
 
 def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
