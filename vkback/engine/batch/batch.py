@@ -152,7 +152,8 @@ class Batch:
         rows       of all sequences together, default: as many as each of them may have, or half of the memory that is left
         max_rows   of one sequence, default and at most: the engine's context
         prompt_share  most share of the time that prompts take while texts run
-        pinned     every step has the class of `sequences` columns, so that a text's bits do not depend on how many others run
+        pinned     every step has the class of `sequences` columns, and no text begins with rows that were made for another one, so that
+                   a text has the same bits whoever else is served
         """
         sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
         if sequences > CLASSES[-1]:
@@ -178,6 +179,7 @@ class Batch:
             max_step_tokens=sequences,
             piece=min(engine.ubatch, engine.n_ctx),
             prompt_share=prompt_share,
+            recurrent=pinned,  # as with recurrent states, a prefix is not another text's
         )
         self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
         self.counters = Counters()
