@@ -15,6 +15,8 @@
 //             starts from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice
 //   CONV 1:   conv F32 [TAPS, CHANNELS] (ssm/taps.glsl)
 //   y         F32 [n, N_HEAD * HEAD_DIM]
+//   BIND_SLOTS  slots I32 [n] (CONV 1): each token is of a sequence of its own, whose states are number slots[t] of state and conv, which
+//             then have one more axis in front; workgroups along z take the tokens
 //
 // A workgroup has ROWS rows of a head. LANES = WG_SIZE / ROWS neighbouring threads share a row and hold its state in registers for all tokens,
 // EACH quads per thread. B, C and the factors of TILE tokens at a time are staged in shared memory.
@@ -56,8 +58,19 @@ layout(std430, set = 0, binding = BIND_A + 5) buffer ConvState { float conv[]; }
 #endif
 layout(std430, set = 0, binding = BIND_A + 5 + CONV) writeonly buffer OutY { float y[]; };
 
-#define CONV_X(token, c) zx[(token) * p.stride + INNER + (c)]
-#define CONV_ROW(row, c) conv[(row) * CHANNELS + (c)]
+#ifdef BIND_SLOTS
+layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slots[]; };
+#define TOKEN0 gl_WorkGroupID.z
+#define TOKENS 1u
+#define SEQUENCE uint(slots[TOKEN0])
+#else
+#define TOKEN0 0u
+#define TOKENS p.n
+#define SEQUENCE 0u
+#endif
+
+#define CONV_X(token, c) zx[(TOKEN0 + (token)) * p.stride + INNER + (c)]
+#define CONV_ROW(row, c) conv[(SEQUENCE * TAPS + (row)) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
 // log(1 + exp(v)), accurate to the last bits for any v: the factor e / seen corrects what 1 + exp(v) rounds away.
@@ -97,18 +110,18 @@ void main() {
     const uint y_at = head * HEAD_DIM + min(row, HEAD_DIM - 1u);
     const float decay_rate = a[head], skip = d[head], dt_base = dt_bias[head];
 
-    const int first = pos[0];
+    const int first = pos[TOKEN0];
     int last = -1;
     const uint slot = N_HEAD * HEAD_DIM * QUADS;
-    const uint at = (head * HEAD_DIM + min(row, HEAD_DIM - 1u)) * QUADS;
+    const uint at = SEQUENCE * 2u * slot + (head * HEAD_DIM + min(row, HEAD_DIM - 1u)) * QUADS;
     vec4 state[EACH];
     [[unroll]] for (uint i = 0; i < EACH; i++) {
         const uint q = i * LANES + lane;
         state[i] = first > 0 && q < QUADS ? states[uint((first - 1) & 1) * slot + at + q] : vec4(0.0);
     }
 
-    for (uint t0 = 0u; t0 < p.n; t0 += TILE) {
-        const uint count = min(TILE, p.n - t0);
+    for (uint t0 = 0u; t0 < TOKENS; t0 += TILE) {
+        const uint count = min(TILE, TOKENS - t0);
         if (t0 > 0u) barrier();
 #if CONV
         for (uint i = tid; i < ITEMS; i += WG_SIZE) {
@@ -135,8 +148,8 @@ void main() {
 #endif
         for (uint t = tid; t < count; t += WG_SIZE) {
             float dt;
-            SPIN_UNTIL(dt = zx[(t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
-            dt = pos[t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // padding: dt 0 and decay 1 leave the state as it is
+            SPIN_UNTIL(dt = zx[(TOKEN0 + t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
+            dt = pos[TOKEN0 + t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // padding: dt 0 and decay 1 leave the state as it is
             tile_dt[t] = dt;
             tile_decay[t] = exp(dt * decay_rate);
         }
@@ -153,11 +166,11 @@ void main() {
                 }
             }
             const float total = group_sum((sum.x + sum.y) + (sum.z + sum.w), LANES);
-            last = max(last, pos[t0 + t]);
+            last = max(last, pos[TOKEN0 + t0 + t]);
             if (lane == 0u && valid) {
                 float z;
-                SPIN_UNTIL(z = zx[(t0 + t) * p.stride + y_at], arrived(z));
-                y[(t0 + t) * INNER + y_at] = pos[t0 + t] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
+                SPIN_UNTIL(z = zx[(TOKEN0 + t0 + t) * p.stride + y_at], arrived(z));
+                y[(TOKEN0 + t0 + t) * INNER + y_at] = pos[TOKEN0 + t0 + t] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
             }
         }
     }

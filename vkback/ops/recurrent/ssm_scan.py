@@ -3,8 +3,10 @@
     SSM_SCAN       xbc F32 [n, channels] (SSM_CONV), zx F32 [n, inner + channels + n_head], a, d, dt_bias F32 [n_head], pos I32 [n],
                    state F32 [2, n_head, head_dim, d_state] -> y F32 [n, inner], state
     SSM_CONV_SCAN  zx F32 [1, ...], w F32 [channels * taps] [, bias F32 [channels]], a, d, dt_bias, pos I32 [1],
-                   conv_state F32 [taps, channels], state -> y, conv_state, state: both ops for one token, in one dispatch
-    params: n_group
+                   conv_state F32 [taps, channels], state -> y, conv_state, state: both ops for one token, in one dispatch.
+                   With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
+                   [n_slots, taps, channels] and state [n_slots, 2, ...]; zx and pos then have n rows
+    params: n_group [, has_slots]
 
 inner = n_head * head_dim, channels = inner + 2 * n_group * d_state. A row of zx is what one matrix makes of a token: z [inner], the
 convolution's input [channels] (x, B and C), dt [n_head]. With dt = softplus(dt + dt_bias), head h and its group g:
@@ -18,6 +20,7 @@ batch, gives zeros and changes no state.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
-from vkback.ops.case_line import call_with
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
+from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.family import declare
@@ -64,7 +67,7 @@ class Heads:
 
     @classmethod
     def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
-        _, n, dim, d_state = state.shape
+        *_, n, dim, d_state = state.shape
         return cls(n, dim, d_state, int(params["n_group"]))
 
     @property
@@ -119,9 +122,17 @@ class _Scan(Op):
         )
 
     def _dispatch(
-        self, node: Node, ctx: LowerContext, zx: Tensor, pos: Tensor, state: Tensor, conv: Tensor | None, rest: tuple[Tensor, ...]
+        self,
+        node: Node,
+        ctx: LowerContext,
+        zx: Tensor,
+        pos: Tensor,
+        state: Tensor,
+        conv: Tensor | None,
+        rest: tuple[Tensor, ...],
+        slots: Tensor | None = None,
     ) -> Dispatch:
-        """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op."""
+        """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op. slots: the tokens' sequences."""
         heads = Heads.of(state, node.params)
         y, n = node.outputs[0], zx.shape[0]
         if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
@@ -137,7 +148,7 @@ class _Scan(Op):
         while rows * lanes > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
             rows, lanes = (rows // 2, lanes) if rows > 1 else (rows, lanes // 2)
         # Tokens of a tile wait in shared memory while the state stays in registers.
-        tile = min(n, TILE)
+        tile = 1 if slots else min(n, TILE)
         while tile > 1 and 4 * tile * (rows + 2 * heads.d_state + 2) + 8 * rows * lanes > caps.max_shared_memory:
             tile //= 2
         reduce, subgroup = reduction(caps, rows * lanes, lanes=lanes)
@@ -152,19 +163,29 @@ class _Scan(Op):
             "N_GROUP": heads.n_group,
             "CONV": int(conv is not None),
             "BIAS": int(len(rest) == 5),
-            "TAPS": conv.shape[0] if conv else 1,
+            "TAPS": conv.shape[-2] if conv else 1,
         }
         states = (state,) if conv is None else (state, conv)
+        args = [Arg(zx), *map(Arg, rest), Arg(pos), *(Arg(t, "rw") for t in states), Arg(y, "w")]
+        if slots is not None:
+            defines["BIND_SLOTS"] = len(args)
+            args.append(Arg(slots))
+        sequences = n if slots else 1
+        states_bytes = 2 * sequences * heads.state_bytes
         weights = sum(nbytes(t) for t in rest if t.kind == "weight")
         return Dispatch(
             kernel=Variant.of("ssm/scan.comp", defines, subgroup_size=subgroup),
-            args=(Arg(zx), *map(Arg, rest), Arg(pos), *(Arg(t, "rw") for t in states), Arg(y, "w")),
+            args=tuple(args),
             push=pack_push(n, heads.width),
-            groups=(ceil_div(heads.dim, rows), heads.n, 1),
+            groups=(ceil_div(heads.dim, rows), heads.n, sequences),
             op=node.op,
             label=node.name,
             reason=f"{rows * lanes} threads, {lanes} lanes a row, {rows} rows: {choice.source}",
-            nbytes=2 * heads.state_bytes + nbytes(zx) + nbytes(y) + weights + (nbytes(conv) if conv else 4 * n * heads.channels),
+            nbytes=states_bytes
+            + nbytes(zx)
+            + nbytes(y)
+            + weights
+            + (4 * sequences * heads.channels * conv.shape[-2] if conv else 4 * n * heads.channels),
             flops=n * heads.inner * (5 * heads.d_state + 8),
             waits=SpinWaits(part=(zx.name,)) if conv is not None else None,
         )
@@ -250,6 +271,8 @@ class SsmConvScan(_Scan):
     name = "SSM_CONV_SCAN"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if params.get("has_slots"):
+            return self._by_sequence(inputs, params)
         zx, w, *bias, a, d, dt_bias, pos, conv_state, state = inputs
         channels = conv_state.shape[1]
         inner = state.shape[1] * state.shape[2]
@@ -258,12 +281,29 @@ class SsmConvScan(_Scan):
         return [y, conv_state, state]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        zx, *rest, pos, conv_state, state = node.inputs
-        if pos.shape != (1,):
-            raise PlanError(f"[SSM_CONV_SCAN] {node.name}: it takes one token, got {pos}")
-        return [self._dispatch(node, ctx, zx, pos, state, conv_state, tuple(rest))]
+        inputs = list(node.inputs)
+        slots = inputs.pop() if node.params.get("has_slots") else None
+        zx, *rest, pos, conv_state, state = inputs
+        if pos.shape != (slots.shape if slots else (1,)):
+            raise PlanError(f"[SSM_CONV_SCAN] {node.name}: it takes one token, or one of each sequence, got {pos}")
+        return [self._dispatch(node, ctx, zx, pos, state, conv_state, tuple(rest), slots)]
+
+    def _by_sequence(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        """Token by token, each with the states of its own sequence."""
+        zx, *weights, pos, conv_states, states, slots = inputs
+        conv_states, states = np.array(conv_states, np.float64), np.array(states, np.float64)
+        plain = {key: value for key, value in params.items() if key != "has_slots"}
+        y = []
+        for t, slot in enumerate(slots):
+            one = [zx[t : t + 1], *weights, pos[t : t + 1], conv_states[slot], states[slot]]
+            made, conv_states[slot], states[slot] = self.reference(one, plain)
+            y.append(made)
+        return [np.concatenate(y), conv_states, states]
 
     def unfused(self, node: Node) -> list[Node]:
+        """None with slots: the plain ops have one sequence."""
+        if node.params.get("has_slots"):
+            return []
         zx, w, *bias, a, d, dt_bias, pos, conv_state, state = node.inputs
         heads = Heads.of(state, node.params)
         xbc = Tensor(f"{node.name}.xbc", "F32", (1, heads.channels))
@@ -279,6 +319,9 @@ class SsmConvScan(_Scan):
         yield self.build_case(6, 64, 128, n_group=3, pos=5)
         yield self.build_case(6, 64, 128, n_group=3, pos=6).where(sync="sentinel")
         yield self.build_case(2, 12, 32, pos=-1)
+        yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0, 3, 1), pos=5)
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, bias=False, slots=(1, 4))
+        yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0), pos=1).where(sync="sentinel")
 
     def full_cases(self) -> Iterator[Case]:
         for (n_head, head_dim, d_state, n_group), taps, pos in product(
@@ -290,21 +333,41 @@ class SsmConvScan(_Scan):
         yield self.build_case(48, 64, 128, pos=100)
 
     def build_case(
-        self, n_head: int, head_dim: int, d_state: int, n_group: int = 1, taps: int = 4, pos: int = 0, bias: bool = True, seed: int = 41
+        self,
+        n_head: int,
+        head_dim: int,
+        d_state: int,
+        n_group: int = 1,
+        taps: int = 4,
+        pos: int = 0,
+        bias: bool = True,
+        slots: Shape = (),
+        seed: int = 41,
     ) -> Case:
-        """As for SSM_SCAN. pos -1: the token is padding."""
+        """As for SSM_SCAN. pos -1: the token is padding. slots: the sequence of each of several tokens, which are at positions pos, pos + 1
+        ..., and the last a hole where there are more than two."""
+        if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
+            raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
 
         def make(rng: np.random.Generator) -> Problem:
             heads = Heads(n_head, head_dim, d_state, n_group)
-            zx, *others, at, state = _inputs(1, heads)
+            n = len(slots) or 1
+            zx, *others, at, state = _inputs(n, heads)
+            n_slots = (max(slots) + 1,) if slots else ()
+            state = dataclasses.replace(state, shape=(*n_slots, *state.shape))
+            sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
             conv = [Tensor("w", "F32", (heads.channels * taps,), "weight")]
             conv += [Tensor("bias", "F32", (heads.channels,), "weight")] if bias else []
-            conv_state = Tensor("conv_state", "F32", (taps, heads.channels), "state")
-            outputs = (Tensor("y", "F32", (1, heads.inner)), conv_state, state)
-            node = Node(self.name, (zx, *conv, *others, at, conv_state, state), outputs, {"n_group": n_group})
-            return Problem(node, _values(node, rng, max(pos, 0), int(pos < 0)))
+            conv_state = Tensor("conv_state", "F32", (*n_slots, taps, heads.channels), "state")
+            outputs = (Tensor("y", "F32", (n, heads.inner)), conv_state, state)
+            params = {"n_group": n_group} | ({"has_slots": True} if slots else {})
+            node = Node(self.name, (zx, *conv, *others, at, conv_state, state, *sequences), outputs, params)
+            values = _values(node, rng, max(pos, 0), int(pos < 0 or n > 2))
+            return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
 
-        params = {"n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "taps": taps, "pos": pos, "bias": bias}
+        params: dict[str, Any] = {"n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "taps": taps}
+        params |= {"pos": pos, "bias": bias}
+        params |= {"slots": slots} if slots else {}
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
 
@@ -321,7 +384,7 @@ def _inputs(n: int, heads: Heads) -> tuple[Tensor, ...]:
 
 
 def _values(node: Node, rng: np.random.Generator, pos0: int, padding: int) -> dict[str, Array]:
-    values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in node.inputs if t.name != "pos"}
+    values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in node.inputs if t.name not in ("pos", "slots")}
     n_head = values["a"].size
     values["a"] = -np.exp(rng.uniform(0, np.log(16), n_head)).astype(np.float32)
     values["dt_bias"] = np.log(np.expm1(np.exp(rng.uniform(np.log(1e-3), np.log(0.3), n_head)))).astype(np.float32)
