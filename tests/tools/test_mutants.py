@@ -27,6 +27,7 @@ def test_there_are_faults_of_every_part() -> None:
 ELSEWHERE = {
     "gemm/coop_mat",
     "gemm/coop_reg",
+    "gemm/coop_reg_experts",
     "gemm/coop_reg_heads",
     "gemm/pack_f16",
     "gemm/pack_units",
