@@ -14,12 +14,23 @@ import pytest
 from vkback.api import LoadedModel
 from vkback.cli import run as generate
 from vkback.cli import vkbench, vkbench_batch
+from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.program import CompileTotals
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing opens a device."""
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a device is opened")
+
+    monkeypatch.setattr(Device, "open", opened)
 
 
 class FakeTokenizer:

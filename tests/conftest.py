@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from ahead import compile_ahead
-from cli_kit import engine  # noqa: F401  a fixture
+from cli_kit import engine, no_device  # noqa: F401  fixtures
 from device_kit import arena, spirv  # noqa: F401  fixtures
 from each_choice import mark_exhaustive
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf

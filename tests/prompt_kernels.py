@@ -1,13 +1,14 @@
-"""Engines whose prompts go through one kind of GEMM, whatever the tables say."""
+"""Engines whose prompts go through one kind of GEMM, whatever the tables say; prompts in several pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from vkback.device import Capabilities, Device
@@ -78,3 +79,12 @@ def engine_of(path: Path, device: Device, kernel: GemmKernel, *, n_ctx: int, uba
 def kernels_of(engine: Engine, tokens: int) -> set[str]:
     """Source files of the kernels that a program of so many tokens of a prompt runs."""
     return {d.kernel.source for _, schedule in engine.prompt_schedules(tokens) for d in schedule.dispatches()}
+
+
+def logits_after(engine: Engine, pieces: Sequence[Sequence[int]]) -> np.ndarray:
+    """Logits of the last token, the others prompted piece by piece; from an empty cache."""
+    engine.reset()
+    for piece in pieces[:-1]:
+        engine.prompt(piece)
+    engine.prompt(pieces[-1][:-1])
+    return engine.decode_logits(pieces[-1][-1])

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from cli_kit import call
 
-from vkback import device
 from vkback.arrays import read_arrays
 from vkback.cli import main, shell, vkbench
 from vkback.cli.chat import template_text
@@ -62,14 +61,7 @@ OPTIONS = {
 RESULT = "bench/results/2026-11-21_h200_580-159-04_llama-8b-qwen3moe.json"
 
 
-@pytest.fixture(autouse=True)
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing opens a device."""
-
-    def opened(*_: object, **__: object) -> None:
-        raise AssertionError("a device is opened")
-
-    monkeypatch.setattr(device.Device, "open", opened)
+pytestmark = pytest.mark.usefixtures("no_device")
 
 
 @pytest.mark.parametrize("command", OPTIONS)

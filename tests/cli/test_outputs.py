@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cli_kit import FakeEngine, call
 
-from vkback import device, paths
+from vkback import paths
 from vkback.arrays import read_arrays
 from vkback.cli import main, serve, vkbench
 from vkback.cli.shell import OutputError, UsageError, run, write_output
@@ -53,14 +53,7 @@ OPTIONS = [
 """Commands, what names the file, and the ending it has to have."""
 
 
-@pytest.fixture(autouse=True)
-def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing opens a device."""
-
-    def opened(*_: object, **__: object) -> None:
-        raise AssertionError("a device is opened")
-
-    monkeypatch.setattr(device.Device, "open", opened)
+pytestmark = pytest.mark.usefixtures("no_device")
 
 
 @pytest.mark.parametrize(("command", "option", "ending"), OPTIONS, ids=[f"{c.split()[0]} {o}" for c, o, _ in OPTIONS])

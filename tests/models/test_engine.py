@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
+from prompt_kernels import logits_after
 
 from vkback.device import Device
 from vkback.engine import engine as engine_module
@@ -99,15 +100,6 @@ def greedy(engine: Engine, ids: Sequence[int], n: int, *, sampler: Sampler | Non
     engine.reset()
     engine.prompt(ids[:-1])
     return list(engine.generate(ids[-1], n, sampler=sampler, stop_at_eos=False))
-
-
-def logits_after(engine: Engine, pieces: Sequence[Sequence[int]]) -> np.ndarray:
-    """Logits of the last token, the others prompted piece by piece; from an empty cache."""
-    engine.reset()
-    for piece in pieces[:-1]:
-        engine.prompt(piece)
-    engine.prompt(pieces[-1][:-1])
-    return engine.decode_logits(pieces[-1][-1])
 
 
 def text_ids(engine: Engine, count: int, *, start: int = 0) -> list[int]:

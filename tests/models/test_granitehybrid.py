@@ -12,8 +12,7 @@ from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
-from vkback.models.synth import planned_tensors, synthetic_size
-from vkback.units import params_text, size_text
+from vkback.models.synth import planned_tensors
 
 FLOAT_NMSE = 1e-6
 """Float path, as in test_engine.py."""
@@ -24,14 +23,6 @@ def tokens(n: int) -> list[int]:
 
 
 # --- weights ------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "params"), [("granite-4-h-1b-Q4_K_S", "828.80 MiB", "1.46 B"), ("granite-4-h-tiny-Q4_K_S", "3.72 GiB", "6.94 B")]
-)
-def test_size_of_a_published_model(name: str, size: str, params: str) -> None:
-    nbytes, elements = synthetic_size(name)
-    assert (size_text(nbytes), params_text(elements)) == (size, params)
 
 
 def test_small_tensors_of_a_recurrence_are_f32() -> None:

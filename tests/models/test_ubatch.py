@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, llama_metadata, llama_tensors, write_gguf
+from prompt_kernels import logits_after
 from rich.console import Console
 
 from vkback.device import Arena, Device, OutOfDeviceMemory
@@ -136,15 +137,6 @@ def schedule_of(engine: Engine, tokens: int) -> Schedule:
     return dict(engine.prompt_schedules(tokens))[tokens]
 
 
-def last_logits(engine: Engine, pieces: Sequence[Sequence[int]]) -> np.ndarray:
-    """Logits of the last token, what comes before prompted piece by piece, from an empty cache."""
-    engine.reset()
-    for piece in pieces[:-1]:
-        engine.prompt(piece)
-    engine.prompt(pieces[-1][:-1])
-    return engine.decode_logits(pieces[-1][-1])
-
-
 @pytest.mark.vulkan
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_prompt_of_any_length_is_token_by_token(length: int, engine: Engine, one_by_one: np.ndarray) -> None:
@@ -152,7 +144,7 @@ def test_a_prompt_of_any_length_is_token_by_token(length: int, engine: Engine, o
     assert nmse(engine.prompt_logits(ids(length)), one_by_one[:length]) <= FLOAT_NMSE
     assert engine.n_past == length
     assert nmse(engine.decode_logits(ids(520)[length]), one_by_one[length]) <= FLOAT_NMSE
-    assert nmse(last_logits(engine, [ids(length + 1)]), one_by_one[length]) <= FLOAT_NMSE
+    assert nmse(logits_after(engine, [ids(length + 1)]), one_by_one[length]) <= FLOAT_NMSE
 
 
 @pytest.mark.vulkan
@@ -160,14 +152,14 @@ def test_a_prompt_of_any_length_is_token_by_token(length: int, engine: Engine, o
 def test_a_prompt_in_several_calls_goes_on(cuts: Sequence[int], engine: Engine, one_by_one: np.ndarray) -> None:
     tokens = ids(514)
     pieces = [tokens[a:b] for a, b in zip((0, *cuts), (*cuts, 514), strict=True)]
-    assert nmse(last_logits(engine, pieces), one_by_one[513]) <= FLOAT_NMSE
+    assert nmse(logits_after(engine, pieces), one_by_one[513]) <= FLOAT_NMSE
 
 
 @pytest.mark.vulkan
 def test_the_same_prompt_has_the_same_bits_whatever_ran_before(path: Path, engine: Engine, device: Device) -> None:
     engine.reset()
     first = engine.prompt_logits(ids(333))
-    last_logits(engine, [ids(N_CTX)])
+    logits_after(engine, [ids(N_CTX)])
     engine.reset()
     assert np.array_equal(engine.prompt_logits(ids(333)), first)
     with load(path, device) as fresh:
@@ -267,10 +259,10 @@ def test_a_prompt_cut_into_many_submits_has_the_same_bits(
     path: Path, engine: Engine, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.reset()
-    want = engine.prompt_logits(ids(150)), last_logits(engine, [ids(150)])
+    want = engine.prompt_logits(ids(150)), logits_after(engine, [ids(150)])
     with load(path, device) as cut:
         monkeypatch.setattr(prompt_module, "cuts", lambda schedule, costs, limit: cuts(schedule, costs, 0.0))
-        found = cut.prompt_logits(ids(150)), last_logits(cut, [ids(150)])
+        found = cut.prompt_logits(ids(150)), logits_after(cut, [ids(150)])
         for recording in cut.prompts.recordings.values():
             assert len(recording.parts) == len(recording.predicted_us) > 12
     assert np.array_equal(found[0], want[0]) and np.array_equal(found[1], want[1])

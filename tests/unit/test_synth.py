@@ -52,6 +52,8 @@ from vkback.units import params_text, size_text
         ("gemma3-4b-Q4_K_M", "2.31 GiB", "3.88 B"),
         ("deci-49b-Q4_K_S", "26.66 GiB", "49.87 B"),
         ("deepseek2-16b-Q4_K_M", "9.65 GiB", "15.71 B"),
+        ("granite-4-h-1b-Q4_K_S", "828.80 MiB", "1.46 B"),
+        ("granite-4-h-tiny-Q4_K_S", "3.72 GiB", "6.94 B"),
     ],
 )
 def test_sizes_are_what_llama_bench_prints_for_the_real_files(name: str, size: str, params: str) -> None:
