@@ -130,3 +130,29 @@ def test_the_chat_page_in_a_browser(page: Browser) -> None:
     page.click("#reset")
     page.wait_for("!document.querySelector('.message')")
     assert page.run("messages.length") == 0 and state(page) == ""
+
+
+SAYING = """
+var own = window.fetch, events = PIECES.map(delta => "data: " + JSON.stringify({choices: [{delta}]}) + "\\n\\n");
+window.fetch = async () => { window.fetch = own; return new Response(events.join("") + "data: [DONE]\\n\\n"); };
+"""
+
+
+def test_the_page_shows_thoughts_apart(page: Browser) -> None:
+    pieces = '[{content: ""}, {reasoning_content: "We "}, {reasoning_content: "add <b>."}, {content: "4"}, {content: " it is"}]'
+    page.run("document.querySelector('#state').textContent = ''")
+    page.run(SAYING.replace("PIECES", pieces))
+    page.write("2+2")
+    page.press_enter()
+    page.wait_for("running === null && document.querySelector('.thoughts')")
+    assert texts(page, "thoughts span") == ["We add <b>."] and texts(page, "assistant > span") == ["4 it is"]
+    assert not page.run("document.querySelector('.thoughts').open"), "closed once the answer comes; a click opens it"
+    picture(page, "thoughts")
+    assert page.run("messages.at(-1)") == {"role": "assistant", "content": "4 it is", "reasoning_content": "We add <b>."}
+    page.run(SAYING.replace("PIECES", '[{reasoning_content: "We"}]'))
+    page.write("2+2")
+    page.press_enter()
+    page.wait_for("running === null && document.querySelectorAll('.thoughts').length === 2")
+    assert page.run("messages.length") == 4 and page.run("[...document.querySelectorAll('.thoughts')].at(-1).open")
+    page.click("#reset")
+    page.wait_for("!document.querySelector('.message')")
