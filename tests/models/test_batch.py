@@ -17,7 +17,7 @@ from vkback.models import ARCHITECTURES
 from vkback.models.synth import synthesize
 from vkback.ops.sampling.sample import noise
 
-TINY = sorted(shape for arch in ARCHITECTURES.values() if not arch.recurrent for shape in arch.shapes if shape.startswith("tiny-"))
+TINY = sorted(shape for arch in ARCHITECTURES.values() for shape in arch.shapes if shape.startswith("tiny-"))
 
 N_CTX = 96
 PAGE = 16
@@ -109,7 +109,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Engine:
     return Engine.load(path, device, n_ctx=N_CTX)
 
 
-def made_of(batch: Batch, id: int) -> list[Update]:
+def updates_of(batch: Batch, id: int) -> list[Update]:
     return [made for made in batch.run() if made.id == id]
 
 
@@ -121,7 +121,7 @@ def test_pinned_steps_give_a_text_its_bits_whoever_else_is_served(llama: Engine)
         for request in wanted:
             batch.prefixes.clear()
             id = batch.add(request)
-            alone.append([token for made in made_of(batch, id) for token in made.tokens])
+            alone.append([token for made in updates_of(batch, id) for token in made.tokens])
         batch.prefixes.clear()
         assert served(batch, wanted, 6) == alone
 
@@ -133,7 +133,7 @@ def test_pages_run_short_and_come_back(llama: Engine) -> None:
         alone = []
         for request in wanted:
             batch.prefixes.clear()
-            alone.append([token for made in made_of(batch, batch.add(request)) for token in made.tokens])
+            alone.append([token for made in updates_of(batch, batch.add(request)) for token in made.tokens])
         batch.prefixes.clear()
         assert batch.scheduler.preemptions == 0
         assert served(batch, wanted, 7) == alone
@@ -146,9 +146,9 @@ def test_pages_run_short_and_come_back(llama: Engine) -> None:
 def test_a_beginning_that_was_read_before_is_not_read_again(llama: Engine) -> None:
     prompt = tuple(range(70))
     with Batch(llama, sequences=2, page=PAGE, rows=20 * PAGE) as batch:
-        first = [t for made in made_of(batch, batch.add(Request(prompt, 5, stop_at_eos=False))) for t in made.tokens]
+        first = [t for made in updates_of(batch, batch.add(Request(prompt, 5, stop_at_eos=False))) for t in made.tokens]
         read = batch.counters.read
-        again = [t for made in made_of(batch, batch.add(Request(prompt, 5, stop_at_eos=False))) for t in made.tokens]
+        again = [t for made in updates_of(batch, batch.add(Request(prompt, 5, stop_at_eos=False))) for t in made.tokens]
         assert again == first
         assert (read, batch.counters.read - read) == (69, 69 % PAGE)
 
@@ -185,23 +185,45 @@ def test_penalties_and_bias_are_each_text_s_own(llama: Engine) -> None:
 
 
 @pytest.mark.vulkan
+def test_a_slot_forgets_the_penalties_of_the_text_before(llama: Engine) -> None:
+    plain, other = Request((1, 2, 3), 20, stop_at_eos=False), Request((4, 5), 30, Sampler(repeat_penalty=3.0), stop_at_eos=False)
+    biased = Request((1, 2, 3), 4, Sampler(repeat_penalty=3.0, logit_bias=((7, 50.0),)), stop_at_eos=False)
+    with Batch(llama, sequences=2, page=PAGE, rows=12 * PAGE, pinned=True) as batch:
+        alone = [t for update in updates_of(batch, batch.add(plain)) for t in update.tokens]
+        batch.add(other)
+        before = batch.add(biased)
+        while not any(update.id == before and update.reason for update in batch.advance()):
+            pass
+        assert [t for update in updates_of(batch, batch.add(plain)) for t in update.tokens] == alone
+
+
+@pytest.mark.vulkan
+def test_recurrent_states_survive_preemption(tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-granitehybrid-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX) as engine:
+        wanted = [Request(tuple(range(i, i + 20)), 60, stop_at_eos=False) for i in range(5)]
+        with Batch(engine, sequences=4, page=PAGE, rows=10 * PAGE, pinned=True) as batch:
+            alone = [[t for update in updates_of(batch, batch.add(request)) for t in update.tokens] for request in wanted]
+            assert batch.scheduler.preemptions == 0
+            assert served(batch, wanted, 7) == alone
+            assert batch.scheduler.preemptions > 0
+
+
+@pytest.mark.vulkan
 def test_logits_come_with_their_tokens(llama: Engine) -> None:
     request = Request((5, 6, 7), 6, stop_at_eos=False, logits=True)
     with Batch(llama, sequences=2, page=PAGE, rows=12 * PAGE) as batch:
-        made = made_of(batch, batch.add(request))
+        made = updates_of(batch, batch.add(request))
     assert [int(m.logits[0].argmax()) for m in made] == [m.tokens[0] for m in made]
     assert len(made) == 6
 
 
 @pytest.mark.vulkan
-def test_what_cannot_be_served_is_refused(llama: Engine, tmp_path: Path, device: Device) -> None:
+def test_what_cannot_be_served_is_refused(llama: Engine) -> None:
     with Batch(llama, sequences=2, page=PAGE, rows=4 * PAGE) as batch:
         with pytest.raises(ScheduleError, match=r"70 tokens of prompt and 20 new ones fill 89 rows, .* expected at most 4 pages"):
             batch.add(Request(tuple(range(70)), 20))
         with pytest.raises(EngineError, match=r"token 0 is 331, expected an id in 0\.\.330"):
             batch.add(Request((331,), 1))
         assert not batch.busy
-    path = tmp_path / "model.gguf"
-    synthesize("tiny-granitehybrid-Q8_0", path)
-    with Engine.load(path, device, n_ctx=N_CTX) as engine, pytest.raises(EngineError, match="granitehybrid keeps recurrent states"):
-        Batch(engine, sequences=2)

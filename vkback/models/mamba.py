@@ -57,16 +57,22 @@ def recurrence(b: GraphBuilder, x: Tensor, il: int, s: Mamba2, *, eps: float, no
     there is one."""
     g, n, block = b.graph, b.n, f"blk.{il}"
     zx = b.linear(x, f"{block}.ssm_in", s.width, f"zxBCdt-{il}")
-    conv = Tensor(f"cache_conv_l{il}", "F32", (s.taps, s.channels), "state")
-    state = Tensor(f"cache_ssm_l{il}", "F32", (2, s.n_head, s.dim, s.d_state), "state")
+    sequences = (b.paging.n_slots,) if b.paging else ()
+    conv = Tensor(f"cache_conv_l{il}", "F32", (*sequences, s.taps, s.channels), "state")
+    state = Tensor(f"cache_ssm_l{il}", "F32", (*sequences, 2, s.n_head, s.dim, s.d_state), "state")
     w = replace(b.hp.weight(f"{block}.ssm_conv1d.weight", (s.channels, s.taps)), shape=(s.channels * s.taps,))
     bias = (b.hp.weight(f"{block}.ssm_conv1d.bias", (s.channels,)),) if b.hp.has_weight(f"{block}.ssm_conv1d.bias") else ()
-    xbc = Tensor(f"xBC-{il}", "F32", (n, s.channels))
-    g.add("SSM_CONV", (zx, w, *bias, b.pos, conv), (xbc, conv), offset=s.inner)
     a, d = (replace(b.hp.weight(f"{block}.{name}", (s.n_head, 1)), shape=(s.n_head,)) for name in ("ssm_a", "ssm_d"))
     dt_bias = b.hp.weight(f"{block}.ssm_dt.bias", (s.n_head,))
     y = Tensor(f"ssm_scan-{il}", "F32", (n, s.inner))
-    g.add("SSM_SCAN", (xbc, zx, a, d, dt_bias, b.pos, state), (y, state), n_group=s.n_group)
+    if b.paging:  # a token of each sequence: both in one op, which finds the states
+        slots = Tensor("slots", "I32", (n,), "input")
+        inputs = (zx, w, *bias, a, d, dt_bias, b.pos, conv, state, slots)
+        g.add("SSM_CONV_SCAN", inputs, (y, conv, state), n_group=s.n_group, has_slots=True)
+    else:
+        xbc = Tensor(f"xBC-{il}", "F32", (n, s.channels))
+        g.add("SSM_CONV", (zx, w, *bias, b.pos, conv), (xbc, conv), offset=s.inner)
+        g.add("SSM_SCAN", (xbc, zx, a, d, dt_bias, b.pos, state), (y, state), n_group=s.n_group)
     if normed:
         y = _norm_by_groups(b, y, il, s, eps)
     return b.linear(y, f"{block}.ssm_out", b.hp.n_embd, f"mamba_out-{il}")

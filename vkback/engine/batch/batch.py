@@ -108,6 +108,7 @@ class _Work:
     seen: int = 0
     begun: bool = False
     kept: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    kept_states: npt.NDArray[np.uint8] | None = None
     took: Took = field(default_factory=Took)
     mask: npt.NDArray[np.int32] | None = None
 
@@ -158,11 +159,6 @@ class Batch:
         sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
         if sequences > CLASSES[-1]:
             raise wrong("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", "batch")
-        if engine.model.architecture.recurrent:
-            raise EngineError(
-                f"[batch] {engine.model.file.path}: {engine.model.architecture.name} keeps recurrent states, which a batch has no place "
-                "for. Run its texts one after another"
-            )
         self.engine, self.device = engine, engine.device
         self.max_rows = min(max_rows or engine.n_ctx, engine.n_ctx)
         max_pages = -(-self.max_rows // page)
@@ -179,7 +175,8 @@ class Batch:
             max_step_tokens=sequences,
             piece=min(engine.ubatch, engine.n_ctx),
             prompt_share=prompt_share,
-            recurrent=pinned,  # as with recurrent states, a prefix is not another text's
+            # Pages hold no recurrent states; and with pinned steps, too, a prefix is not another text's.
+            recurrent=pinned or engine.model.architecture.recurrent,
         )
         self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
         self.counters = Counters()
@@ -192,6 +189,7 @@ class Batch:
             raise
         self._programs = StepPrograms(engine, self._caches, self._state)
         self._edits = Edits()
+        self._penalized_slots: set[int] = set()
         self._works: dict[int, _Work] = {}
         self._columns: list[_Work | None] = [None] * class_of(sequences)
         self._flying: deque[_Submitted] = deque()
@@ -203,6 +201,8 @@ class Batch:
     def _pages_that_fit(self, wanted: int, page: int) -> int:
         """As many of the wanted pages as half of the free memory holds, and as one buffer can be bound of a cache."""
         sizes = PagedCaches.page_bytes(self.engine, page)
+        if not sizes:  # recurrent states alone
+            return wanted
         fit = min(int(self.device.free_memory() * MEMORY_SHARE) // sum(sizes), self.engine.ctx.caps.max_storage_buffer_range // max(sizes))
         if fit < 2:
             raise EngineError(
@@ -294,11 +294,14 @@ class Batch:
             self._drain()
             work = self._works[action.text.id]
             work.kept = [self._caches.download([page]) for page in action.pages]
+            work.kept_states = self._caches.download_states(action.slot)
             self._take_out(work)
         elif isinstance(action, Bring):
             self._bring(action)
-        elif isinstance(action, Copy) and action.from_page >= 0:
-            self._caches.copy([action.from_page], [action.to_page])
+        elif isinstance(action, Copy):
+            if action.from_page >= 0:
+                self._caches.copy([action.from_page], [action.to_page])
+            self._caches.copy_states(action.from_slot, action.text.slot)
 
     def _read(self, action: Read) -> None:
         self._drain()
@@ -320,6 +323,8 @@ class Batch:
             self.scheduler.failed_read(action, "error")
             self._leave(work, "error", (), error=error)
             return
+        if action.first + action.count == text.length - 1:
+            self._caches.store_states(text.slot)
         if action.store:
             self._caches.store(action.store, [text.pages[i] for i in action.store])
         seconds = time.perf_counter() - began - (self.engine.compiled.seconds - before)
@@ -332,7 +337,9 @@ class Batch:
         work = self._works[action.text.id]
         for i in action.restore:
             self._caches.upload([action.text.pages[i]], work.kept[i])
-        work.kept = []
+        if work.kept_states is not None:
+            self._caches.upload_states(action.text.slot, work.kept_states)
+        work.kept, work.kept_states = [], None
 
     def _submit(self, action: Step) -> None:
         works = self._in(action)
@@ -411,8 +418,10 @@ class Batch:
         for i, value in enumerate(loop.tolist()):
             put(word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
-        if sampler.penalizes or request.constraint is not None:
+        penalized = sampler.penalizes or request.constraint is not None
+        if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
+        (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
 
     def _give_pages(self, work: _Work) -> None:
         """Entries of the page table that the device does not have yet."""

@@ -34,6 +34,9 @@ class PagedCaches:
         graph = engine.model.graph(1, paging.page * paging.max_pages, head="none", cache=engine.cache_types, paging=paging)
         found = {t.name: t for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
         self.tensors: Mapping[str, Tensor] = found
+        self._states = {t.name: t for node in graph.nodes for t in node.outputs if t.kind == "state" and t.name not in found}
+        """Recurrent states, [n_slots, ...]."""
+        found = found | self._states
         self._arena = self._device.arena("KV cache in pages", sum(aligned(nbytes(t)) for t in found.values()), "device")
         self.ranges: dict[str, BufferRange] = {name: self._arena.alloc(nbytes(t), name) for name, t in found.items()}
         self._pairs_arena = self._device.arena("pages to copy", aligned(8 * PAIRS), "upload")
@@ -84,6 +87,38 @@ class PagedCaches:
             program = self._engine.bind(plan(graph, self._engine.ctx), inputs)
             self._programs[kind] = program, program.record(f"{kind} pages")
         return self._programs[kind]
+
+    def store_states(self, slot: int) -> None:
+        """Copy the recurrent states of the one-sequence engine into a slot."""
+        self._copy_states([(self._engine.state[name], self._slot_of(name, slot)) for name in self._states])
+
+    def copy_states(self, slot: int, to: int) -> None:
+        """Copy recurrent states from slot to slot."""
+        self._copy_states([(self._slot_of(name, slot), self._slot_of(name, to)) for name in self._states])
+
+    def download_states(self, slot: int) -> npt.NDArray[np.uint8]:
+        """All bytes of a slot's recurrent states."""
+        return self._device.download_many([self._slot_of(name, slot) for name in self._states])
+
+    def upload_states(self, slot: int, raw: npt.NDArray[np.uint8]) -> None:
+        """Bring back what `download_states` gave."""
+        at = 0
+        for name in self._states:
+            memory = self._slot_of(name, slot)
+            self._device.upload(memory, raw[at : at + memory.size])
+            at += memory.size
+
+    def _slot_of(self, name: str, slot: int) -> BufferRange:
+        size = nbytes(self._states[name]) // self.paging.n_slots
+        return self.ranges[name].slice(slot * size, size)
+
+    def _copy_states(self, copies: Sequence[tuple[BufferRange, BufferRange]]) -> None:
+        if copies:
+            rec = self._device.recorder("recurrent states")
+            rec.barrier()
+            for source, target in copies:
+                rec.copy(source, target)
+            self._device.run(rec)
 
     def download(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
         """All bytes of pages, in the order that `upload` takes them."""

@@ -12,6 +12,7 @@ from vkback.device import Arena, BufferRange, Commands, Ticket
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, EditQueue, Edits
 from vkback.engine.engine import Engine
+from vkback.engine.prompts import with_barriers
 from vkback.engine.readback import Readback
 from vkback.graph import Graph, Tensor
 from vkback.models.builder import Paging
@@ -118,8 +119,11 @@ class StepPrograms:
         """The plan of a class of step."""
         key = columns, kind
         if key not in self._schedules:
-            graph = step_graph(self._engine, columns, kind, self.paging)
-            self._schedules[key] = plan(graph, self._engine.ctx, fusion=self._engine.fusion)
+            graph, ctx = step_graph(self._engine, columns, kind, self.paging), self._engine.ctx
+            if self._engine.model.architecture.recurrent:
+                # A step whose spin-wait timed out runs again, which recurrent states do not survive.
+                ctx = with_barriers(ctx, "recurrent states")
+            self._schedules[key] = plan(graph, ctx, fusion=self._engine.fusion)
         return self._schedules[key]
 
     def prepare(self, columns: int, kind: Kind) -> None:
