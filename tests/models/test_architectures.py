@@ -179,6 +179,16 @@ TOKENS = [
     Token("command-r-35b-Q8_0:4", "", 1 + 4 * 4 + 2, barriers=7, layer=PARALLEL),
     Token("command-r7b-Q8_0", "cohere2 8B Q8_0", 1 + 4 * 32 + 2, barriers=35, layer=PARALLEL),
     Token("hunyuan-a13b-Q8_0:4", "", 1 + 9 * 4 + 2, "GET_ROWS", 7, HUNYUAN),
+    # Both halves side by side; the sum of one with the stream is a stage before the other's.
+    Token(
+        "falcon-h1-0.5b-Q8_0",
+        "falcon-h1 0.5B Q8_0",
+        1 + 7 * 36 + 2,
+        barriers=39,
+        layer="zxBCdt-1 Qcur_rope-1.qkv | ssm_scan-1 kqv_out-1 | ssm_scan-1.q8_1 | ssm_residual-1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1",
+        ops={"SSM_CONV_SCAN": 36, "ATTN_DECODE": 36},
+    ),
+    Token("mamba2-130m-Q8_0", "mamba2 0.1B Q8_0", 1 + 3 * 24 + 2, "GET_ROWS", 3, "zxBCdt-1 | ssm_scan-1 | l_out-1", {"ATTN_DECODE": 0}),
     Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 43, MAMBA_EXPERTS, RECURRENT_OPS),
 ]
 
@@ -241,6 +251,9 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("starcoder2", {"block_count": 52}, "20B"),
         ("command-r", {"block_count": 40}, "35B"),
         ("hunyuan-moe", {"block_count": 32}, "A13B"),
+        ("falcon-h1", {"block_count": 72}, "34B"),
+        ("mamba2", {"block_count": 48, "embedding_length": 2048}, "1.5B"),
+        ("mamba2", {"block_count": 64, "embedding_length": 4096}, "7B"),
         ("granitehybrid", {"embedding_length": 768, "feed_forward_length": 2048}, "350M"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 4096}, "1B"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 512}, "7B.A1B"),
@@ -264,12 +277,16 @@ UNFUSED = {
     "tiny-starcoder2": {"NORM", "GELU", "ROPE"},
     "tiny-co": {"NORM", "SWIGLU", "ROPE"},
     "tiny-granitehybrid": {"SSM_SCAN"},
+    "tiny-falcon-h1": {"SSM_SCAN", "FLASH_ATTN_EXT"},
+    "tiny-mamba2": {"SSM_SCAN"},
 }
 """Ops of an architecture's own, which its tiny models run where nothing is fused."""
 
 ALONE = {
     "tiny-granitehybrid": {"RMS_NORM"},
     "tiny-granitehybrid-moe": {"RMS_NORM"},
+    "tiny-falcon-h1-normed": {"RMS_NORM"},
+    "tiny-mamba2": {"RMS_NORM"},
     "tiny-command-r-plus": {"NORM"},
     "tiny-hunyuan-moe": {"ROPE"},
 }
@@ -293,6 +310,8 @@ def test_tiny_models_plan_for_any_device(profile: str, name: str, tiny: Callable
         case "granitehybrid":
             recurrent = {"tiny-granitehybrid": 3, "tiny-granitehybrid-moe": 2}[name]
             assert fused["SSM_CONV_SCAN" if ctx.caps.max_storage_bindings > 8 else "SSM_SCAN"] == recurrent
+        case "falcon-h1" | "mamba2":
+            assert fused["SSM_CONV_SCAN" if ctx.caps.max_storage_bindings > 8 else "SSM_SCAN"] == model.hp.n_layer
         case "gpt-oss":
             alone = ctx.tuning.pick("schedule", n=1, n_expert=model.hp.n_expert)["router"] == "stage"
             # No head of 40 is whole units of 32: attention's result is rounded by a stage, as the experts' may be.
@@ -376,6 +395,9 @@ REFUSED = [
     *lacking("command-r-plus", "blk.2.attn_k_norm.weight"),
     keys("cohere2", r"cohere2\.attention\.sliding_window is 0 or missing", attention__sliding_window=None),
     *lacking("hunyuan-moe", "blk.1.ffn_down_shexp.weight"),
+    *lacking("falcon-h1-normed", "blk.1.ssm_norm.weight"),
+    keys("mamba2", r"mamba2\.ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
+    *lacking("mamba2", "blk.3.ssm_out.weight"),
     keys("granitehybrid", r"time_step_rank is 7, expected a number of heads that divides ssm\.inner_size, 192", ssm__time_step_rank=7),
     keys("granitehybrid", r"ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
     keys("granitehybrid", r"ssm\.state_size is 18, expected a multiple of 4", ssm__state_size=18),

@@ -140,6 +140,35 @@ def qk_norms(f: Checkpoint, state: State, il: int) -> None:
         state[f"model.layers.{il}.self_attn.{which}_norm.weight"] = f[f"blk.{il}.attn_{which}_norm.weight"]
 
 
+def mamba_config(f: Checkpoint) -> dict[str, Any]:
+    """Sizes of a Mamba-2 block."""
+    inner, heads = int(f.get("ssm.inner_size")), int(f.get("ssm.time_step_rank"))
+    return {
+        "mamba_n_heads": heads,
+        "mamba_n_groups": f.get("ssm.group_count"),
+        "mamba_d_state": f.get("ssm.state_size"),
+        "mamba_d_head": inner // heads,
+        "mamba_d_conv": f.get("ssm.conv_kernel"),
+        "mamba_chunk_size": 8,  # several chunks in a short text
+    }
+
+
+def mamba(f: Checkpoint, state: State, il: int, theirs: str) -> None:
+    """A Mamba-2 block: files hold A, transformers log(-A); its convolution has an axis of length 1 in the middle."""
+    ours = f"blk.{il}"
+    state |= {
+        f"{theirs}.A_log": torch.log(-f[f"{ours}.ssm_a"]).flatten(),
+        f"{theirs}.D": f[f"{ours}.ssm_d"].flatten(),
+        f"{theirs}.dt_bias": f[f"{ours}.ssm_dt.bias"],
+        f"{theirs}.conv1d.weight": f[f"{ours}.ssm_conv1d.weight"].unsqueeze(1),
+        f"{theirs}.conv1d.bias": f[f"{ours}.ssm_conv1d.bias"],
+        f"{theirs}.in_proj.weight": f[f"{ours}.ssm_in.weight"],
+        f"{theirs}.out_proj.weight": f[f"{ours}.ssm_out.weight"],
+    }
+    if f"{ours}.ssm_norm.weight" in f:
+        state[f"{theirs}.norm.weight"] = f[f"{ours}.ssm_norm.weight"].flatten()
+
+
 def post_norms(f: Checkpoint, state: State, il: int) -> None:
     """Norms of what attention and feed-forward add, in a layer that has no others."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}"

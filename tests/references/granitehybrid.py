@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-from references.common import Checkpoint, Logits, State, attention, config, fill, outer, run
+from references.common import Checkpoint, Logits, State, attention, config, fill, mamba, mamba_config, outer, run
 
 
 class _Hybrid(Checkpoint):
@@ -24,7 +24,7 @@ def logits(path: Path, tokens: list[int]) -> Logits:
     f = _Hybrid(path)
     kv = [int(n) for n in Checkpoint.get(f, "attention.head_count_kv")]
     n_expert, rope = f.get("expert_count", 0), f.get("rope.scaling.finetuned")
-    given = config(f) | {
+    given = config(f, **mamba_config(f)) | {
         "embedding_multiplier": f.get("embedding_scale"),
         "residual_multiplier": f.get("residual_scale"),
         "attention_multiplier": f.get("attention.scale"),
@@ -34,39 +34,17 @@ def logits(path: Path, tokens: list[int]) -> Logits:
         "num_local_experts": n_expert,
         "num_experts_per_tok": f.get("expert_used_count", 0),
         "shared_intermediate_size": f.get("expert_shared_feed_forward_length", f.get("feed_forward_length")),
-        "mamba_n_heads": f.get("ssm.time_step_rank"),
-        "mamba_n_groups": f.get("ssm.group_count"),
-        "mamba_d_state": f.get("ssm.state_size"),
-        "mamba_d_head": f.get("ssm.inner_size") // f.get("ssm.time_step_rank"),
-        "mamba_d_conv": f.get("ssm.conv_kernel"),
         "mamba_expand": f.get("ssm.inner_size") // f.get("embedding_length"),
-        "mamba_chunk_size": 8,  # several chunks in a short text
     }
     state = outer(f)
     for il, n_kv in enumerate(kv):
         if n_kv:
             attention(f, state, il, permuted=bool(rope))
         else:
-            _mamba(f, state, il)
+            mamba(f, state, il, f"model.layers.{il}.mamba")
+            state[f"model.layers.{il}.input_layernorm.weight"] = f[f"blk.{il}.attn_norm.weight"]
         _feed_forward(f, state, il, n_expert)
     return run(fill(GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**given)), f, state), tokens)
-
-
-def _mamba(f: Checkpoint, state: State, il: int) -> None:
-    """A Mamba-2 block: files hold A, transformers log(-A); its convolution has an axis of length 1 in the middle."""
-    ours, theirs = f"blk.{il}", f"model.layers.{il}"
-    mamba: dict[str, Any] = {
-        "A_log": torch.log(-f[f"{ours}.ssm_a"]).flatten(),
-        "D": f[f"{ours}.ssm_d"].flatten(),
-        "dt_bias": f[f"{ours}.ssm_dt.bias"],
-        "conv1d.weight": f[f"{ours}.ssm_conv1d.weight"].unsqueeze(1),
-        "conv1d.bias": f[f"{ours}.ssm_conv1d.bias"],
-        "in_proj.weight": f[f"{ours}.ssm_in.weight"],
-        "norm.weight": f[f"{ours}.ssm_norm.weight"].flatten(),
-        "out_proj.weight": f[f"{ours}.ssm_out.weight"],
-    }
-    state |= {f"{theirs}.mamba.{name}": value for name, value in mamba.items()}
-    state[f"{theirs}.input_layernorm.weight"] = f[f"{ours}.attn_norm.weight"]
 
 
 def _feed_forward(f: Checkpoint, state: State, il: int, n_expert: int) -> None:

@@ -149,15 +149,18 @@ class Metadata:
         self._varying = varying
         self._keys = keys
 
-    def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS) -> HParams:
-        """What nearly all architectures have."""
-        n_embd = self.count("embedding_length")
-        n_head = self.count("attention.head_count")
-        n_head_kv = self.count("attention.head_count_kv", n_head, least=0 if "attention.head_count_kv" in self._varying else 1) or n_head
-        if n_head % n_head_kv:
+    def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS, *, attends: bool = True) -> HParams:
+        """What nearly all architectures have. attends: whether this one has attention and a feed-forward; else their sizes may be 0."""
+        n_embd, least = self.count("embedding_length"), int(attends)
+        n_head = self.count("attention.head_count", None if attends else 0, least=least)
+        n_head_kv = (
+            self.count("attention.head_count_kv", n_head, least=0 if "attention.head_count_kv" in self._varying else least) or n_head
+        )
+        if n_head_kv and n_head % n_head_kv:
             raise self.fail("attention.head_count_kv", n_head_kv, f"a divisor of the {n_head} heads")
-        head_dim_k = self.count("attention.key_length", n_embd // n_head)
-        n_ff = self.count("feed_forward_length")
+        head_dim = n_embd // n_head if n_head else 0
+        head_dim_k = self.count("attention.key_length", head_dim, least=least)
+        n_ff = self.count("feed_forward_length", None if attends else 0, least=least)
         if not self._f.get(self.key("attention.causal"), bool, True):
             raise self.fail("attention.causal", False, "true: models that make text, where a token sees those before it alone")
         moe = "expert_count" in self._keys
@@ -174,13 +177,13 @@ class Metadata:
             n_head=n_head,
             n_head_kv=n_head_kv,
             head_dim_k=head_dim_k,
-            head_dim_v=self.count("attention.value_length", n_embd // n_head),
+            head_dim_v=self.count("attention.value_length", head_dim, least=least),
             n_vocab=self.vocabulary(),
             n_ctx_train=self.count("context_length"),
             rms_eps=self.epsilon(norm_eps),
             attn_scale=self.positive_or("attention.scale", 1.0 / math.sqrt(max(head_dim_k, 1)), most=LARGE),
             window=self.count("attention.sliding_window", 0, least=0) if "attention.sliding_window" in self._keys else 0,
-            rope=self.rope(rope_mode, head_dim_k),
+            rope=self.rope(rope_mode, head_dim_k, least=least),
             n_expert=n_expert,
             n_expert_used=n_expert_used,
             n_ff_expert=self.count("expert_feed_forward_length", n_ff, least=0) or n_ff if n_expert else 0,
@@ -290,8 +293,8 @@ class Metadata:
         tokens = self._f.metadata.get("tokenizer.ggml.tokens")
         return len(tokens) if isinstance(tokens, list) else 0
 
-    def rope(self, mode: RopeMode, head_dim: int) -> Rope:
-        n_dims = self.count("rope.dimension_count", head_dim)
+    def rope(self, mode: RopeMode, head_dim: int, *, least: int = 1) -> Rope:
+        n_dims = self.count("rope.dimension_count", head_dim, least=least)
         if n_dims % 2 or n_dims > head_dim:
             raise self.fail("rope.dimension_count", n_dims, f"an even number, at most the head size {head_dim}")
         scaling = self._f.get(self.key("rope.scaling.type"), str, "linear") or "none"
