@@ -128,7 +128,9 @@ def test_an_unknown_tensor_type(tmp_path: Path, refused: Refused) -> None:
 def test_an_unknown_architecture(tmp_path: Path, refused: Refused) -> None:
     path = write_gguf(tmp_path / "m.gguf", "rwkv6", {}, llama_tensors())
     known = ", ".join(sorted(ARCHITECTURES))
-    assert refused(main.main, *run(path)) == f"[gguf] {path}: architecture 'rwkv6' is not supported; supported are {known}"
+    assert refused(main.main, *run(path)) == (
+        f"[gguf] {path}: architecture 'rwkv6' is not supported: vkback has no models with a WKV recurrence yet; supported are {known}"
+    )
 
 
 @pytest.mark.vulkan

@@ -16,15 +16,16 @@ from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, CacheTypes, Head, Paging
 from vkback.models.naming import model_description
+from vkback.models.unsupported import refusal
 from vkback.plan.passes.lora import Lora, adapted
 
 
 def architecture(f: GgufFile) -> Architecture:
-    """The architecture of a file, its hyperparameters read. Raises GgufError, listing the architectures there are for an unknown one."""
+    """The architecture of a file, its hyperparameters read. Raises GgufError, which for an architecture that is not supported says what it
+    lacks and lists those that are."""
     found = ARCHITECTURES.get(f.arch)
     if found is None:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise GgufError(f"[gguf] {f.path}: architecture {quoted(f.arch)} is not supported; supported are {known}")
+        raise GgufError(f"[gguf] {f.path}: {refusal(f.arch, quoted(f.arch), ARCHITECTURES)}")
     return found(found.opened(f))
 
 

@@ -1,0 +1,52 @@
+"""Architectures that the format knows by name and vkback does not run, with what its models do not have yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ENCODER = "attention in which a token sees what comes after it"
+RWKV = "a WKV recurrence"
+ALIBI = "attention biases by distance (ALiBi)"
+DELTA_NET = "layers of a gated delta net"
+ONE_PART = "layers that are a Mamba-2 block, attention or a feed-forward with squared ReLU alone"
+SHORT_CONVOLUTION = "layers of a short convolution with a state"
+SOFTCAP = "a softcap in attention"
+
+LACKS: dict[str, str] = {
+    **dict.fromkeys(("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"), ENCODER),
+    **dict.fromkeys(("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder", "dream", "llada", "llada-moe", "rnd1"), ENCODER),
+    **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
+    **dict.fromkeys(("bloom", "jais", "mpt", "refact"), ALIBI),
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA_NET),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ONE_PART),
+    **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
+    **dict.fromkeys(("gemma2", "grok"), SOFTCAP),
+    "clip": "pictures for an input",
+    "ernie4_5-moe": "a bias for the choice of experts by a softmax",
+    "gemma3n": "four residual streams (AltUp) and per-layer embeddings",
+    "gemma4": "layers with other head sizes and bases than the rest, shared KV layers and per-layer embeddings",
+    "glm-dsa": "an indexer that chooses the rows which attention reads",
+    "jamba": "the scan of Mamba-1",
+    "kimi-linear": "a delta net whose decay differs by channel (KDA)",
+    "llama4": "windows in chunks, and experts whose weight is in their input",
+    "mamba": "the scan of Mamba-1",
+    "nemotron": "a feed-forward with squared ReLU",
+    "plamo2": "the scan of Mamba-1",
+    "t5": "an encoder and attention to what it made",
+    "wavtokenizer-dec": "audio for an output",
+}
+"""By `general.architecture`. What has no entry needs a file of vkback/models/architectures, and no more that is known of."""
+
+
+def refusal(arch: str, quoted: str, supported: Iterable[str]) -> str:
+    """Why a file of an architecture that is not supported is refused, in one line. quoted: its name as it may be shown."""
+    known = ", ".join(sorted(supported))
+    if arch in LACKS:
+        return f"architecture {quoted} is not supported: vkback has no models with {LACKS[arch]} yet; supported are {known}"
+    from gguf.constants import MODEL_ARCH_NAMES  # 29 modules, which files that are supported do without
+
+    if arch in MODEL_ARCH_NAMES.values():
+        return (
+            f"architecture {quoted} is not supported: vkback has no graph of it yet (docs/adding_an_architecture.md); supported are {known}"
+        )
+    return f"architecture {quoted} is not known; supported are {known}"
