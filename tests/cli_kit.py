@@ -74,10 +74,15 @@ class FakeEngine:
     ubatch = 512
     tuning = "0123456789ab"
     n_ctx = 512
-    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256), has_text=True, file=SimpleNamespace(metadata={}))
+    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256), has_text=True, file=SimpleNamespace(metadata={}), tokenizer=FakeTokenizer())
     device = SimpleNamespace(
         caps=SimpleNamespace(
-            name="Test GPU", device_type="cpu", driver_name="testdrv", driver_info="1.2", summary_line=lambda: "vkback: 0 = Test GPU"
+            name="Test GPU",
+            device_type="cpu",
+            software=True,
+            driver_name="testdrv",
+            driver_info="1.2",
+            summary_line=lambda: "vkback: 0 = Test GPU",
         ),
         forked=False,
         require_own_process=lambda: None,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cli_kit import REPOSITORY, FakeEngine, call
 
-from vkback.api import LoadedModel
+from vkback.api import LoadedModel, chat_template
 from vkback.cli import chat, main, perplexity
 from vkback.cli.interrupts import NotedInterrupts
 from vkback.cli.sampling import logit_bias
@@ -99,6 +99,30 @@ def test_a_model_without_a_template_is_told_before_the_first_line(
     type_in(monkeypatch, "/help")
     assert call(monkeypatch, main.main, "chat", "--chat-template", str(tmp_path / "own")) == 0
     assert "/save FILE   write it to a file" in capsys.readouterr().err
+
+
+@pytest.mark.vulkan
+def test_variables_of_the_template_and_a_system_message_without_a_place(
+    commands: list[dict[str, Any]], loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = tmp_path / "own"
+    own.write_text("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}{{ level }}")
+    seen: list[str] = []
+    compose = chat_template.compose
+
+    def noted(*args: Any, **given: Any) -> chat_template.Prompt:
+        seen.append((made := compose(*args, **given)).text)
+        return made
+
+    monkeypatch.setattr(chat_template, "compose", noted)
+    type_in(monkeypatch, "Who?")
+    asked = ("chat", "--chat-template", str(own), "-sys", "Be brief.", "-n", "2", "--chat-template-kwargs")
+    assert call(monkeypatch, main.main, *asked, '{"level": 3}') == 0
+    assert seen[-1] == "Be brief.\nWho?3"
+    err = capsys.readouterr().err
+    assert err.count("the chat template has no place for a system message") == 1 and "Warning" not in err
+    assert call(monkeypatch, main.main, *asked, "{") == 2 and "--chat-template-kwargs {: is no JSON" in capsys.readouterr().err
+    assert call(monkeypatch, main.main, *asked, "[1]") == 2 and "expected an object" in capsys.readouterr().err
 
 
 @pytest.mark.vulkan

@@ -69,6 +69,7 @@ class Served:
         path: Path | None = None,
         template: str = "plain",
         strict: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -82,7 +83,8 @@ class Served:
 
         self.worker = Worker(load, max_queue=max_queue)
         hosts = ["127.0.0.1"]
-        app = build_app(self.worker, api_key=api_key, limits=limits, template=template, hosts=hosts, strict=strict, strict_model=strict)
+        shared: dict[str, Any] = {"template": template, "template_kwargs": template_kwargs, "strict": strict, "strict_model": strict}
+        app = build_app(self.worker, api_key=api_key, limits=limits, hosts=hosts, **shared)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._socket = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such alone
         self._socket.bind(("127.0.0.1", 0))

@@ -205,7 +205,7 @@ def test_timings(served: Served) -> None:
 
 @pytest.mark.vulkan
 def test_a_strict_server_and_a_key_in_either_header(device: Device) -> None:
-    strict = Served(device, Limits(), api_key="secret", strict=True)
+    strict = Served(device, Limits(), api_key="secret", strict=True, template=THINKING, template_kwargs={"enable_thinking": False})
     try:
         for headers, status in (
             ({}, 401),
@@ -217,6 +217,10 @@ def test_a_strict_server_and_a_key_in_either_header(device: Device) -> None:
             for path in ("/v1/models", "/props"):
                 assert strict.client.get(path, headers=headers).status_code == status, headers
         strict.client.headers["X-Api-Key"] = "secret"
+        composed = strict.post("/apply-template", messages=MESSAGES).json()["prompt"]
+        assert composed == "[user]Hello[assistant]<think></think>", "a variable of the server"
+        composed = strict.post("/apply-template", messages=MESSAGES, enable_thinking=True).json()["prompt"]
+        assert composed == "[user]Hello[assistant]", "which a request may change"
         named = strict.post(CHAT, messages=MESSAGES, max_tokens=1, model="gpt-4o")
         assert named.status_code == 404 and named.json()["error"]["code"] == "model_not_found"
         extra = strict.post("/tokenize", content="x", colour="red")

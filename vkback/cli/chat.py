@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,12 +68,19 @@ PROMPT = "> "
 SEED_BITS = 31
 
 
+TemplateKwargsOption = Annotated[
+    str | None,
+    typer.Option("--chat-template-kwargs", metavar="JSON", help="Variables of the chat template, as '{\"enable_thinking\": false}'."),
+]
+
+
 def chat(
     model: ModelOption = None,
     system: Annotated[str | None, typer.Option("-sys", "--system", help="What the model is told before the conversation.")] = None,
     template: Annotated[
         str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
     ] = None,
+    template_kwargs: TemplateKwargsOption = None,
     n: Annotated[int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens of a reply at most [default: as fit].")] = None,
     temp: TempOption = 0.8,
     top_k: TopKOption = 40,
@@ -114,13 +123,14 @@ def chat(
         "logit_bias": dict(added),
     }
     chosen = template_text(template)
+    variables = template_variables(template_kwargs)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     how = load_options(
         ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
     )
     with load_model(model_path(model), device, how) as loaded:
         interrupts = NotedInterrupts()
-        conversation = Conversation(loaded, chosen, system, options, interrupts, seed)
+        conversation = Conversation(loaded, chosen, system, options, interrupts, seed, variables)
         check_bias(added, loaded.n_vocab)
         conversation.check()
         if told := told_format(loaded, chosen):
@@ -146,6 +156,17 @@ def template_text(given: str | None) -> str | None:
     except OSError as e:
         raise UsageError(f"--chat-template {given}: neither {' nor '.join(NAMED)} nor a file that can be read: {e.strerror}") from e
     return read_text(Path(given), "--chat-template")
+
+
+def template_variables(given: str | None) -> dict[str, Any]:
+    """Raises UsageError for what is no JSON object."""
+    try:
+        found = json.loads(given or "{}")
+    except ValueError as e:
+        raise UsageError(f"--chat-template-kwargs {given}: is no JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise UsageError(f'--chat-template-kwargs {given}: expected an object, as {{"enable_thinking": false}}')
+    return found
 
 
 def told_format(model: LoadedModel, template: str | None) -> str:
@@ -190,9 +211,10 @@ class Conversation:
         options: GenerateOptions,
         interrupts: NotedInterrupts,
         seed: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """seed: None for another one in each conversation."""
-        self._seed = seed
+        """seed: None for another one in each conversation; variables: of the template."""
+        self._seed, self._variables = seed, variables
         self.interrupts = interrupts
         self.model, self.template, self.options = model, template, options
         self.session = model.session()
@@ -209,7 +231,11 @@ class Conversation:
 
     def check(self) -> None:
         """Raises ChatTemplateError before anybody has typed anything."""
-        self.model.chat_ids([*self._system, {"role": "user", "content": "Hello"}], self.template)
+        from vkback.api.model import MOVED_SYSTEM
+
+        prompt = self.model.chat_prompt([*self._system, {"role": "user", "content": "Hello"}], self.template, self._variables)
+        if prompt.moved_system:
+            print(f"vkback: {MOVED_SYSTEM}", file=sys.stderr)
 
     def take(self, line: str) -> None:
         """A message, or a command. Errors are printed, and the conversation goes on as if the line had not come."""
@@ -226,7 +252,8 @@ class Conversation:
 
     def _reply(self, text: str) -> None:
         asked = [*self.messages, {"role": "user", "content": text}]
-        stream = self.session.stream_chat(asked, template=self.template, **self.options)
+        with warnings.catch_warnings(action="ignore"):  # `check` has told
+            stream = self.session.stream_chat(asked, template=self.template, template_kwargs=self._variables, **self.options)
         interrupted = show(stream, self.interrupts)
         result = stream.result
         self._last = result.timings

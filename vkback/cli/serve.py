@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.chat import template_text, told_format
+from vkback.cli.chat import TemplateKwargsOption, template_text, template_variables, told_format
 from vkback.cli.interrupts import own_interrupts
 from vkback.cli.shell import (
     ActOption,
@@ -49,6 +49,7 @@ def serve(
     template: Annotated[
         str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
     ] = None,
+    template_kwargs: TemplateKwargsOption = None,
     alias: Annotated[str | None, typer.Option(help="What clients call the model [default: its file's name].")] = None,
     allowed_hosts: Annotated[
         list[str] | None,
@@ -85,7 +86,7 @@ def serve(
         if given is not None and not given:
             raise UsageError(f"{option} is empty; give one, or leave it out")
     check_address(host, port)
-    chosen = template_text(template)
+    chosen, variables = template_text(template), template_variables(template_kwargs)
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     log_to_stderr()
@@ -107,7 +108,16 @@ def serve(
         print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
         hosts = hosts_of(host, allowed_hosts or [])
         limits = Limits(max_body, max_tokens, max_time)
-        app = build_app(worker, api_key=api_key, limits=limits, template=chosen, hosts=hosts, strict=strict, strict_model=strict_model)
+        app = build_app(
+            worker,
+            api_key=api_key,
+            limits=limits,
+            template=chosen,
+            template_kwargs=variables,
+            hosts=hosts,
+            strict=strict,
+            strict_model=strict_model,
+        )
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))
     finally:

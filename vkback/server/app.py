@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -88,16 +88,18 @@ def build_app(
     hosts: Sequence[str] = ("*",),
     strict: bool = False,
     strict_model: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
-    template      of chats, in the place of the model's own
-    strict        fields that there are not are refused
-    strict_model  so are names of models but the server's
-    hosts         names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
-                  was made to mean this machine has none of them
+    template         of chats, in the place of the model's own
+    template_kwargs  its variables, which requests may change
+    strict           fields that there are not are refused
+    strict_model     so are names of models but the server's
+    hosts            names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
+                     was made to mean this machine has none of them
     """
-    server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model)
+    server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model, variables=template_kwargs)
     texts = Texts(worker, server.authorize, server.parsed, server.composed, template)
 
     @asynccontextmanager
@@ -109,6 +111,7 @@ def build_app(
         routes=[
             Route("/", server.page),
             Route("/health", server.health),
+            Route("/v1/health", server.health),
             Route("/metrics", server.metrics),
             Route("/v1/models", server.models),
             Route("/v1/models/{name:path}", server.model),
@@ -179,10 +182,19 @@ class Server:
     """What the endpoints share."""
 
     def __init__(
-        self, worker: Worker, api_key: str | None, limits: Limits, template: str | None, *, strict: bool = False, strict_model: bool = False
+        self,
+        worker: Worker,
+        api_key: str | None,
+        limits: Limits,
+        template: str | None,
+        *,
+        strict: bool = False,
+        strict_model: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.worker, self._key, self._limits, self._template = worker, api_key, limits, template
         self._strict, self._strict_model = strict, strict_model
+        self._variables = variables or {}
         self._said: set[str] = set()
         self._facts = facts_of(worker.model)
         self._created = int(time.time())
@@ -248,8 +260,9 @@ class Server:
     async def composed(self, asked: schema.ChatRequest) -> ChatPrompt:
         """The prompt of a chat. Raises BadRequest for what the template refuses."""
         messages = [m.plain() for m in asked.messages]
+        variables = {**self._variables, **asked.variables()}
         try:
-            prompt = await asyncio.to_thread(self.worker.model.chat_prompt, messages, self._template, asked.variables())
+            prompt = await asyncio.to_thread(self.worker.model.chat_prompt, messages, self._template, variables)
         except ContextLengthError as e:
             raise ContextTooLong(e.tokens, e.n_ctx, chat=True) from e
         except (ModelError, ChatTemplateError, TokenizerError) as e:
