@@ -349,4 +349,4 @@ class Schedule:
         assert self.pool.available == self.pool.n_pages
         self.cache.clear()
         assert self.pool.free == self.pool.n_pages
-        assert sorted(self.scheduler._slots) == list(range(min(self.limits.slots, self.limits.max_step_tokens)))
+        assert sorted(self.scheduler.slots) == list(range(min(self.limits.slots, self.limits.max_step_tokens)))

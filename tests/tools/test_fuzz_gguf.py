@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -94,6 +95,6 @@ def test_an_error_of_the_wrong_form_is_a_defect(text: str, says: str, monkeypatc
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert fuzz_gguf.main(["--count", "20", "-j", "1", "-v"]) == 0
     out = capsys.readouterr().out
-    assert "20 damaged copies of 19 files, seed 0: 0 defects" in out and " times     as  refusal" in out
+    assert re.search(r"20 damaged copies of \d+ files, seed 0: 0 defects", out) and " times     as  refusal" in out
     assert fuzz_gguf.main(["--only", "0", "--keep", str(tmp_path / "kept.gguf")]) == 0
     assert (tmp_path / "kept.gguf").exists() and capsys.readouterr().out.startswith(f"{tmp_path}/kept.gguf, from demo-")

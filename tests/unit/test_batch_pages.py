@@ -87,8 +87,8 @@ def test_equal_hashes_are_no_equal_texts() -> None:
         def __hash__(self) -> int:
             return 1
 
-    full = cache._full_pages
-    cache._full_pages = lambda tokens: [Same(part) for part in full(tokens)]  # type: ignore[method-assign]
+    full = cache.full_pages
+    cache.full_pages = lambda tokens: [Same(part) for part in full(tokens)]  # type: ignore[method-assign]
     pages = cached(pool, cache, [1, 2, 3, 4])
     other = cached(pool, cache, [3, 4, 1, 2])
     assert found(pool, cache, [1, 2, 3, 4]) == pages and found(pool, cache, [3, 4, 1, 2]) == other
@@ -166,7 +166,7 @@ def test_random_uses_agree_with_a_plain_model() -> None:
             pool.release(held.pop(int(rng.integers(len(held)))))
         else:
             tokens = rng.integers(0, 2, int(rng.integers(1, 12))).tolist()
-            before = {node.page: node for node in cache._nodes.values()}
+            before = {node.page: node for node in cache.nodes.values()}
             pages = cache.match(tokens)
             for index, page in enumerate(pages):
                 assert contents[page] == tuple(tokens[: 2 * index + 2])
@@ -174,24 +174,24 @@ def test_random_uses_agree_with_a_plain_model() -> None:
             if missing > pool.available:
                 pool.release(pages)
                 continue
-            idle_leaves = [n for n in cache._nodes.values() if not n.children and pool.references(n.page) == 1]
+            idle_leaves = [n for n in cache.nodes.values() if not n.children and pool.references(n.page) == 1]
             one_too_few = missing == pool.free + 1 and idle_leaves
             oldest = min(idle_leaves, key=lambda n: n.last_use).page if one_too_few else None
             pages += pool.take(missing)
             if oldest is not None:
                 assert oldest in pages
             for page in pages[len(pages) - missing :]:
-                assert page not in before or page not in cache._by_page
+                assert page not in before or page not in cache.by_page
                 contents.pop(page, None)
             for index, page in enumerate(pages[: len(tokens) // 2]):
                 contents[page] = tuple(tokens[: 2 * index + 2])
             cache.insert(tokens, pages)
             held.append(pages)
-        references = np.bincount([p for pages in [*held, list(cache._by_page)] for p in pages], minlength=24)
+        references = np.bincount([p for pages in [*held, list(cache.by_page)] for p in pages], minlength=24)
         assert [pool.references(p) for p in range(24)] == references.tolist()
         assert pool.free == int((references == 0).sum())
-        assert cache.idle == sum(references[p] == 1 for p in cache._by_page)
-        assert len(cache._leaves) <= 2 * len(cache) + 65
+        assert cache.idle == sum(references[p] == 1 for p in cache.by_page)
+        assert len(cache.leaves) <= 2 * len(cache) + 65
     assert cache.evictions > 100 and cache.hits > 100
     for pages in held:
         pool.release(pages)

@@ -444,4 +444,4 @@ def test_memory_is_flat_over_many_texts() -> None:
         batch.add(text_id, 6, max_tokens=2, client=f"client {text_id}")
         batch.log()
     scheduler = batch.scheduler
-    assert not scheduler.texts and not scheduler._waiting and len(batch.cache) <= 8 and len(batch.cache._leaves) <= 80
+    assert not scheduler.texts and not scheduler.waiting and len(batch.cache) <= 8 and len(batch.cache.leaves) <= 80

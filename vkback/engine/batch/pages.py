@@ -125,9 +125,10 @@ class PrefixCache:
         """Raises PageError where the pool has a prefix cache already."""
         pool._attach(self)
         self._pool = pool
-        self._nodes: dict[tuple[int, bytes], _Node] = {}
-        self._by_page: dict[int, _Node] = {}
-        self._leaves: list[tuple[int, int, _Node]] = []
+        self.nodes: dict[tuple[int, bytes], _Node] = {}
+        """Full pages that are known, by what is before them and their tokens."""
+        self.by_page: dict[int, _Node] = {}
+        self.leaves: list[tuple[int, int, _Node]] = []
         """A heap of (last_use, serial, node); an entry that is no longer true is passed over."""
         self._serial = 0
         self._uses = 0
@@ -137,15 +138,15 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """Pages that are known."""
-        return len(self._nodes)
+        return len(self.nodes)
 
     def match(self, tokens: Sequence[int], count: bool = True) -> list[int]:
         """Pages of the longest run of full pages, from the first token on, that hold these tokens; the caller has a reference to each and
         releases it. count=False leaves the counters as they are, for a caller that does not know yet whether it uses them."""
         found: list[int] = []
         serial = 0
-        for part in self._full_pages(tokens):
-            node = self._nodes.get((serial, part))
+        for part in self.full_pages(tokens):
+            node = self.nodes.get((serial, part))
             if node is None:
                 break
             found.append(node.page)
@@ -169,15 +170,15 @@ class PrefixCache:
                 f"[pages] {len(tokens)} tokens fill {len(tokens) // self._pool.page} pages; expected as many pages, not {len(pages)}"
             )
         parent: _Node | None = None
-        for part, page in zip(self._full_pages(tokens), pages, strict=False):
+        for part, page in zip(self.full_pages(tokens), pages, strict=False):
             key = (parent.serial if parent else 0, part)
-            node = self._nodes.get(key)
+            node = self.nodes.get(key)
             if node is None:
-                if page in self._by_page:
+                if page in self.by_page:
                     raise PageError(f"[pages] page {page} holds other tokens already; expected a page that was filled once")
                 self._pool.share([page])
                 self._serial += 1
-                node = self._nodes[key] = self._by_page[page] = _Node(self._serial, key, parent, page)
+                node = self.nodes[key] = self.by_page[page] = _Node(self._serial, key, parent, page)
                 if parent:
                     parent.children += 1
             self._used(node)
@@ -195,21 +196,21 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forgets all pages; those that nobody else holds are free afterwards."""
-        for node in list(self._nodes.values()):
+        for node in list(self.nodes.values()):
             self._forget(node)
-        self._leaves.clear()
+        self.leaves.clear()
 
     def in_use(self, page: int) -> None:
         """The pool: somebody takes a page that one held."""
-        self.idle -= page in self._by_page
+        self.idle -= page in self.by_page
 
     def out_of_use(self, page: int) -> None:
         """The pool: one reference to a page is left."""
-        if node := self._by_page.get(page):
+        if node := self.by_page.get(page):
             self.idle += 1
             self._used(node)
 
-    def _full_pages(self, tokens: Sequence[int]) -> Iterable[bytes]:
+    def full_pages(self, tokens: Sequence[int]) -> Iterable[bytes]:
         page = self._pool.page
         return (array("q", tokens[at : at + page]).tobytes() for at in range(0, len(tokens) - page + 1, page))
 
@@ -225,25 +226,25 @@ class PrefixCache:
         """Puts a node among the leaves that may go, if it is one."""
         if node.children or not self._is_idle(node):
             return
-        heapq.heappush(self._leaves, (node.last_use, node.serial, node))
-        if len(self._leaves) > 2 * len(self._nodes) + 64:
-            self._leaves = [entry for entry in self._leaves if self._true(entry)]
-            heapq.heapify(self._leaves)
+        heapq.heappush(self.leaves, (node.last_use, node.serial, node))
+        if len(self.leaves) > 2 * len(self.nodes) + 64:
+            self.leaves = [entry for entry in self.leaves if self._true(entry)]
+            heapq.heapify(self.leaves)
 
     def _true(self, entry: tuple[int, int, _Node]) -> bool:
         last_use, _, node = entry
         return node.known and not node.children and last_use == node.last_use and self._is_idle(node)
 
     def _oldest(self) -> _Node | None:
-        while self._leaves:
-            entry = heapq.heappop(self._leaves)
+        while self.leaves:
+            entry = heapq.heappop(self.leaves)
             if self._true(entry):
                 return entry[2]
         return None
 
     def _forget(self, node: _Node) -> None:
         node.known = False
-        del self._nodes[node.key], self._by_page[node.page]
+        del self.nodes[node.key], self.by_page[node.page]
         self.idle -= self._is_idle(node)
         self._pool.release([node.page])
         if parent := node.parent:
@@ -254,7 +255,7 @@ class PrefixCache:
     def _uncover(self) -> None:
         """Makes leaves of idle pages where none is a leaf: a text holds pages that follow them, but has the rows of their tokens in pages
         of its own, since it computed them anew. Forgets those leaves of the text; it keeps the pages."""
-        for node in [n for n in self._nodes.values() if not n.children]:
+        for node in [n for n in self.nodes.values() if not n.children]:
             before = node.parent
             while before and not self._is_idle(before):
                 before = before.parent

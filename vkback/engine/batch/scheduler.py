@@ -200,8 +200,9 @@ class Scheduler:
         self.most_steps = MAX_STEPS
         """Of a submit; 1 where the host has to see every step."""
         self._arrivals = 0
-        self._slots = list(range(min(limits.slots, limits.max_step_tokens)))
-        heapify(self._slots)
+        self.slots = list(range(min(limits.slots, limits.max_step_tokens)))
+        """Rows of the page table that nobody has, the least first."""
+        heapify(self.slots)
         self._waiting: OrderedDict[str, dict[int, Text]] = OrderedDict()
         """Texts by client, the client whose turn is next first."""
         self._running: dict[int, Text] = {}
@@ -365,7 +366,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admits waiting texts: forks that share pages at once, and one to be read."""
-        while self._slots and not self._kept and self._waiting:
+        while self.slots and not self._kept and self._waiting:
             client, texts = next(iter(self._waiting.items()))
             text = next(iter(texts.values()))
             full, rest = divmod(text.length - 1, self.limits.page)
@@ -376,14 +377,14 @@ class Scheduler:
                 self.pool.share(text.pages)
                 if rest:
                     text.pages += self.pool.take(1)
-                text.rows, text.slot = text.length - 1, heappop(self._slots)
+                text.rows, text.slot = text.length - 1, heappop(self.slots)
                 if rest or self.limits.recurrent:
                     pages = (source.pages[full], text.pages[full]) if rest else (-1, -1)
                     self.pool.share(source.pages[full : full + bool(rest)])
                     self._copies.append(Copy(text, source.slot, *pages))
                 self._run(text)
             elif self._reader is None:
-                self._reader, text.state, text.slot = text, State.READING, heappop(self._slots)
+                self._reader, text.state, text.slot = text, State.READING, heappop(self.slots)
                 self._known = self._look_up(text)
             else:
                 return
@@ -444,7 +445,7 @@ class Scheduler:
         self.pool.release(text.pages)
         text.pages = []
         if text.slot >= 0:
-            heappush(self._slots, text.slot)
+            heappush(self.slots, text.slot)
             text.slot = -1
 
     def _register(self, text: Text) -> None:
@@ -476,7 +477,7 @@ class Scheduler:
         return self.pool.pages_for(min(text.length + MAX_STEPS, text.most_rows))
 
     def _bring(self) -> Bring | None:
-        if not self._kept or not self._slots or not self._room(0):
+        if not self._kept or not self.slots or not self._room(0):
             return None
         text = min(self._kept.values(), key=lambda t: t.arrival)
         pages = self._match(text)
@@ -485,7 +486,7 @@ class Scheduler:
             self.pool.release(pages)
             return None
         del self._kept[text.id]
-        text.pages, text.slot = pages + self.pool.take(missing), heappop(self._slots)
+        text.pages, text.slot = pages + self.pool.take(missing), heappop(self.slots)
         self._run(text)
         return Bring(text, range(len(pages), len(text.pages)))
 
