@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (0, "1"),
     "ignore_eos": ("true", 1),
     "logit_bias": ({"a": 1}, {"1": 101}, {"-1": 1}, {"99999999": 1}, []),
-    "n": (0, 2, "1"),
+    "n": (0, 129, "1"),
     "logprobs": (-1, 21, "x"),
     "stream": ("yes", 1),
     "stream_options": (5, {}, {"x": 1}),
@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "prompt": ("", [], [-1], [10**9], ["a", ""], [[1], "a"], {}),
     "echo": (True,),
     "suffix": ("a",),
-    "best_of": (2,),
+    "best_of": (0, 129, "2"),
     "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]),
     "top_logprobs": (1, 99),
     "response_format": (

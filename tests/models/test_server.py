@@ -49,7 +49,8 @@ from vkback.server import run as run_module  # noqa: E402
 from vkback.server import schema  # noqa: E402
 from vkback.server.app import Limits, build_app  # noqa: E402
 from vkback.server.errors import BadRequest  # noqa: E402
-from vkback.server.worker import QueuedRequest, Worker  # noqa: E402
+from vkback.server.queued import QueuedRequest  # noqa: E402
+from vkback.server.worker import Worker  # noqa: E402
 
 PROMPT = "It was a dark and stormy night, and"
 MODEL = "demo-dense-Q4_K_M"
@@ -70,6 +71,7 @@ class Served:
         template: str = "plain",
         strict: bool = True,
         template_kwargs: dict[str, Any] | None = None,
+        parallel: int = 1,
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -81,7 +83,7 @@ class Served:
             self.loads += 1
             return LoadedModel(Engine.load(path, device, n_ctx=128, act="f32", progress=False))
 
-        self.worker = Worker(load, max_queue=max_queue)
+        self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]
         shared: dict[str, Any] = {"template": template, "template_kwargs": template_kwargs, "strict": strict, "strict_model": strict}
         app = build_app(self.worker, api_key=api_key, limits=limits, hosts=hosts, **shared)

@@ -436,7 +436,7 @@ class LoadedModel:
         if not self._closed:
             with self.using("close", keep=True):
                 self._closed = True
-                self._close_batch()
+                self.close_batch()
                 self.engine.close()
 
     def __enter__(self) -> Self:
@@ -454,7 +454,7 @@ class LoadedModel:
     def batched(self, sequences: int | None = None) -> BatchedTexts:
         """Texts at once, for a caller that is `using` the model: opened on first use, and anew where more sequences are asked for."""
         if self._batched is not None and sequences is not None and sequences > self._batched.sequences:
-            self._close_batch()
+            self.close_batch()
         if self._batched is None:
             n_ctx = self.engine.n_ctx
             self._batched = BatchedTexts(Batch(self.engine, sequences=sequences or self.sequences))
@@ -462,7 +462,13 @@ class LoadedModel:
                 self.warm.clear()
         return self._batched
 
-    def _close_batch(self) -> None:
+    @property
+    def opened(self) -> BatchedTexts | None:
+        """What `batched` has opened."""
+        return self._batched
+
+    def close_batch(self) -> None:
+        """Give the memory of `batched` back."""
         if self._batched is not None:
             self._batched.close()
             self._batched = None

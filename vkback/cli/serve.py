@@ -58,13 +58,16 @@ def serve(
             "[default: none beside; any with another --host than this machine's]"
         ),
     ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Requests that run at once, at most [default: 8 on CPU drivers, else 32].")
+    ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 32,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
     max_time: Annotated[float, typer.Option(min=0.1, help="Seconds of a request, waiting included.")] = 600.0,
     strict: Annotated[bool, typer.Option(help="Refuse fields of requests that there are not.")] = False,
     strict_model: Annotated[bool, typer.Option(help="Refuse other names of a model than this one's.")] = False,
-    reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with the one before it.")] = True,
+    reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with those before it.")] = True,
     device: DeviceOption = None,
     ctx: ContextOption = None,
     ubatch: UbatchOption = None,
@@ -93,7 +96,7 @@ def serve(
     how = load_options(
         ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
     )
-    worker = Worker(lambda: load_model(path, device, how), max_queue=max_queue, reuse=reuse, alias=alias)
+    worker = Worker(lambda: load_model(path, device, how), parallel=parallel, max_queue=max_queue, reuse=reuse, alias=alias)
     try:
         if (wrong := worker.chat_problem(chosen)) and template is not None:
             raise UsageError(f"--chat-template {template}: {wrong}")
@@ -105,7 +108,9 @@ def serve(
             print(f"vkback: {told}", file=sys.stderr)
         if host not in LOCAL and api_key is None:
             print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
-        print(f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context", file=sys.stderr)
+        print(
+            f"{worker.title} on {worker.device_name}, {worker.n_ctx} tokens of context, {told_parallel(worker.parallel)}", file=sys.stderr
+        )
         hosts = hosts_of(host, allowed_hosts or [])
         limits = Limits(max_body, max_tokens, max_time)
         app = build_app(
@@ -122,6 +127,10 @@ def serve(
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))
     finally:
         worker.close()
+
+
+def told_parallel(count: int) -> str:
+    return "one request at a time" if count == 1 else f"{count} requests at once"
 
 
 def hosts_of(host: str, given: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -24,12 +24,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vkback.api import ChatTemplateError, Chunk, LoadedModel, ModelError, Result
+from vkback.api import ChatTemplateError, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
 from vkback.api.reasoning import NO_MARKS
 from vkback.gguf.vocabularies import TokenizerError
 from vkback.server import replies, request_log, schema
+from vkback.server.choices import Choices, Mail, Told, joined
 from vkback.server.errors import (
     BadRequest,
     BodyTimeout,
@@ -43,8 +44,9 @@ from vkback.server.errors import (
     WrongHost,
 )
 from vkback.server.metrics import Collector
+from vkback.server.queued import Event, QueuedRequest
 from vkback.server.texts import RequestT, Texts
-from vkback.server.worker import Event, QueuedRequest, Worker
+from vkback.server.worker import Worker
 
 log = logging.getLogger("vkback.server")
 
@@ -69,14 +71,6 @@ class Limits:
     tokens: int | None = None
     request_s: float = 600.0
     body_s: float = 30.0
-
-
-@dataclass
-class Turn:
-    """A queued request, and the events that come for it."""
-
-    queued: QueuedRequest
-    events: asyncio.Queue[Event]
 
 
 def build_app(
@@ -201,6 +195,7 @@ class Server:
         self._page = resources.files("vkback.server").joinpath("page.html").read_text(encoding="utf-8")
         self._registry = CollectorRegistry()
         self._registry.register(Collector(worker))
+        self._mail: Mail | None = None
 
     async def page(self, request: Request) -> Response:
         """The chat page: one file, which asks nobody but this server."""
@@ -262,7 +257,7 @@ class Server:
         messages = [m.plain() for m in asked.messages]
         variables = {**self._variables, **asked.variables()}
         try:
-            prompt = await asyncio.to_thread(self.worker.model.chat_prompt, messages, self._template, variables)
+            prompt = await asyncio.to_thread(self.worker.facts.chat_prompt, messages, self._template, variables)
         except ContextLengthError as e:
             raise ContextTooLong(e.tokens, e.n_ctx, chat=True) from e
         except (ModelError, ChatTemplateError, TokenizerError) as e:
@@ -322,7 +317,7 @@ class Server:
         return bytes(body)
 
     async def _answer(self, request: Request, asked: Any, prompts: Sequence[Any], options: Any, *, chat: bool) -> Response:
-        """A choice for each prompt. They take their turns one after another."""
+        """n choices for each prompt."""
         self._require_model(asked.model)
         if asked.stream_options is not None and not asked.stream:
             raise BadRequest("[server] stream_options needs stream: true", "stream_options")
@@ -338,45 +333,42 @@ class Server:
         )
         deadline = time.monotonic() + self._limits.request_s
         logged = request_log.of(request)
-        results: list[Result] = []
+        texts, n = asked.texts, asked.n or 1
+        if texts > n and options["logprobs"] is None:
+            options["logprobs"] = 0  # of the tokens that are chosen, to tell the best
+        client = request.client.host if request.client else ""
 
-        def begin(prompt: Any) -> Turn:
-            events: asyncio.Queue[Event] = asyncio.Queue()
-            send = _sender(asyncio.get_running_loop(), events)
-            queued = QueuedRequest(prompt, chat, options, request.client.host if request.client else "", deadline, send, self._template)
-            self.worker.submit(queued)
-            return Turn(queued, events)
+        def queued(index: int, put: Callable[[Event], None]) -> QueuedRequest:
+            own = options | {"seed": options["seed"] + index % texts}
+            return QueuedRequest(prompts[index // texts], chat, own, client, deadline, put, pieces=bool(asked.stream))
 
+        choices = Choices(self.worker, self._mail_of(asyncio.get_running_loop()), queued, len(prompts) * texts)
+        logged.texts = texts
         if asked.stream:
-            turn = begin(prompts[0])
-            with self._cancelled_on_error(turn):
-                first = await self._next(request, turn, KEEP_ALIVE_S)
+            with _cancelled_on_error(choices):
+                first = await self._next(request, choices, KEEP_ALIVE_S)
             usage = asked.stream_options is not None and asked.stream_options.include_usage
-            events = self._stream(begin, turn, first, prompts[1:], shape, usage, logged)
-            return StreamingResponse(events, media_type="text/event-stream")
-        for prompt in prompts:
-            turn = begin(prompt)
-            with self._cancelled_on_error(turn):
-                while not isinstance(last := await self._next(request, turn), Result):
-                    pass
-            results.append(last)
-        logged.results += results
-        return JSONResponse(shape.whole(results))
+            return StreamingResponse(self._stream(choices, first, texts, shape, usage, logged), media_type="text/event-stream")
+        with _cancelled_on_error(choices):
+            while choices.left:
+                told = await self._next(request, choices)
+                if told is not None and isinstance(told[1], Result):
+                    choices.ended(told[0], told[1])
+        logged.results += (results := choices.whole())
+        best = [r for at in range(0, len(results), texts) for r in replies.best(results[at : at + texts], n)]
+        return JSONResponse(shape.whole(best, replies.usage(results, texts)))
 
-    @contextmanager
-    def _cancelled_on_error(self, turn: Turn) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.worker.cancel(turn.queued)
-            raise
+    def _mail_of(self, loop: asyncio.AbstractEventLoop) -> Mail:
+        if self._mail is None or self._mail.loop is not loop:
+            self._mail = Mail(loop)
+        return self._mail
 
-    async def _next(self, request: Request, turn: Turn, seconds: float | None = None) -> Chunk | Result | None:
+    async def _next(self, request: Request, choices: Choices, seconds: float | None = None) -> Told | None:
         """The next event; None where it does not come within so many seconds. Raises the error that it is, BadRequest when the client
         leaves first, Unavailable when nothing comes in the time of the request."""
-        event = asyncio.ensure_future(turn.events.get())
+        event = asyncio.ensure_future(choices.events.get())
         left = asyncio.ensure_future(request.receive())
-        late = _time_left(turn.queued)
+        late = _time_left(choices.deadline)
         try:
             done, _ = await asyncio.wait(
                 {event, left}, timeout=late if seconds is None else min(late, seconds), return_when=asyncio.FIRST_COMPLETED
@@ -392,48 +384,47 @@ class Server:
             event.cancel()
             left.cancel()
             await asyncio.wait({event, left})  # until both have ended: nobody else may read from the connection meanwhile
-        if isinstance(found, ServerError):
-            raise found
+        if isinstance(found[1], ServerError):
+            raise found[1]
         return found
 
     async def _stream(
-        self,
-        begin: Callable[[Any], Turn],
-        turn: Turn,
-        first: Chunk | Result | None,
-        more_prompts: Sequence[Any],
-        shape: replies.Shape,
-        usage: bool,
-        logged: request_log.LoggedRequest,
+        self, choices: Choices, first: Told | None, texts: int, shape: replies.Shape, usage: bool, logged: request_log.LoggedRequest
     ) -> AsyncIterator[str]:
-        """Events of a reply: of the turn that has begun, and of those of further prompts. An error comes as the last one, since the status
-        is sent. While nothing comes, comments do."""
-        results: list[Result] = []
-        found: Event | None = first
+        """Events of a reply, those of its choices as they come. An error comes as the last one, since the status is sent. While nothing
+        comes, comments do."""
+        shapes = [shape.choice(index) for index in range(choices.left)]
+        told = first
         try:
-            for index in range(1 + len(more_prompts)):
-                if index:
-                    turn = begin(more_prompts[index - 1])
-                    shape = shape.choice(index)
-                    found = await _event_of(turn)
-                if shape.chat:
-                    yield replies.event(shape.first())
-                while not isinstance(found, Result):
-                    if isinstance(found, ServerError):
-                        raise found
-                    yield replies.WAITING if found is None else replies.event(shape.piece(found))
-                    found = await _event_of(turn)
-                yield replies.event(shape.last(found))
-                results.append(found)
+            if shape.chat:
+                yield "".join(replies.event(each.first()) for each in shapes)
+            while choices.left:
+                if told is None:
+                    yield replies.WAITING
+                else:
+                    lines: list[str] = []
+                    for index, event in joined([told, *choices.waiting()]):
+                        if isinstance(event, ServerError):
+                            if lines:
+                                yield "".join(lines)
+                            raise event
+                        if isinstance(event, Result):
+                            lines.append(replies.event(shapes[index].last(event)))
+                            logged.results.append(event)
+                            choices.ended(index, event)
+                        else:
+                            lines.append(replies.event(shapes[index].piece(event)))
+                    yield "".join(lines)
+                if choices.left:
+                    told = await _event_of(choices)
             if usage:
-                yield replies.event(shape.usage(results))
+                yield replies.event(shape.usage(replies.usage(choices.whole(), texts)))
             yield replies.DONE
         except ServerError as e:
             logged.error = e
             yield replies.event(replies.error_body(e))
         finally:
-            logged.results += results
-            self.worker.cancel(turn.queued)
+            choices.cancel()
 
 
 def facts_of(model: LoadedModel) -> dict[str, Any]:
@@ -447,28 +438,29 @@ def facts_of(model: LoadedModel) -> dict[str, Any]:
     }
 
 
-async def _event_of(turn: Turn) -> Event | None:
-    """The next one; None where nothing has come for KEEP_ALIVE_S."""
-    late = _time_left(turn.queued)
+@contextmanager
+def _cancelled_on_error(choices: Choices) -> Iterator[None]:
     try:
-        return await asyncio.wait_for(turn.events.get(), max(0.0, min(late, KEEP_ALIVE_S)))
+        yield
+    except BaseException:
+        choices.cancel()
+        raise
+
+
+async def _event_of(choices: Choices) -> Told | None:
+    """The next one; None where nothing has come for KEEP_ALIVE_S. Raises Unavailable when nothing comes in the time of the request."""
+    late = _time_left(choices.deadline)
+    try:
+        return await asyncio.wait_for(choices.events.get(), max(0.0, min(late, KEEP_ALIVE_S)))
     except TimeoutError:
-        return _too_late() if late < KEEP_ALIVE_S else None
+        if late < KEEP_ALIVE_S:
+            raise _too_late() from None
+        return None
 
 
-def _time_left(queued: QueuedRequest) -> float:
-    return max(0.0, queued.deadline + GRACE_S - time.monotonic())
+def _time_left(deadline: float) -> float:
+    return max(0.0, deadline + GRACE_S - time.monotonic())
 
 
 def _too_late() -> Unavailable:
     return Unavailable("[server] the time of the request is over and the device has not answered; /health says what it does")
-
-
-def _sender(loop: asyncio.AbstractEventLoop, events: asyncio.Queue[Event]) -> Callable[[Event], None]:
-    """Puts events of another thread into a queue of this loop; without effect once the loop is closed."""
-
-    def send(event: Event) -> None:
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(events.put_nowait, event)
-
-    return send

@@ -8,6 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector as Base
 
+from vkback.engine.batch.batch import Batch
 from vkback.server.worker import Worker
 
 
@@ -29,5 +30,35 @@ class Collector(Base):
         yield CounterMetricFamily("vkback_busy_seconds", "Time that requests ran", counts.seconds)
         yield CounterMetricFamily("vkback_lost_devices", "How often the device was lost", counts.lost)
         yield GaugeMetricFamily("vkback_queued_requests", "Requests that wait", worker.queued)
+        yield GaugeMetricFamily("vkback_running_requests", "Requests that run", worker.running)
+        yield GaugeMetricFamily("vkback_parallel_requests", "Requests that run at most", worker.parallel)
+        yield from worker.latencies.first.collect()
+        yield from worker.latencies.between.collect()
+        if (batch := worker.batch) is not None:
+            yield from _of_batch(batch)
         yield GaugeMetricFamily("vkback_busy", "1 while a request runs", float(worker.state == "busy"))
         yield GaugeMetricFamily("vkback_device_up", "0 while the device is lost", float(worker.state in ("idle", "busy")))
+
+
+def _of_batch(batch: Batch) -> Iterator[Metric]:
+    """Sequences, pages and steps of requests that run at once. They begin anew where the device was lost."""
+    sequences = GaugeMetricFamily("vkback_sequences", "Sequences by where they are", labels=["state"])
+    for state in ("waiting", "running", "kept"):
+        sequences.add_metric([state], getattr(batch.scheduler, state))
+    yield sequences
+    pool, prefixes, counters = batch.pool, batch.prefixes, batch.counters
+    pages = GaugeMetricFamily(
+        "vkback_cache_pages", "Pages of the KV cache; known: of past texts, free where others need them", labels=["state"]
+    )
+    for state, count in (("used", pool.n_pages - pool.available), ("known", prefixes.idle), ("free", pool.free)):
+        pages.add_metric([state], count)
+    yield pages
+    yield GaugeMetricFamily("vkback_cache_page_rows", "Rows of a page", pool.page)
+    yield CounterMetricFamily("vkback_preemptions", "Sequences that made room for others", batch.scheduler.preemptions)
+    yield CounterMetricFamily("vkback_prefix_lookups", "Prompts that were looked up among past texts", prefixes.lookups)
+    yield CounterMetricFamily("vkback_prefix_hits", "Prompts whose beginning was known", prefixes.hits)
+    yield CounterMetricFamily("vkback_prefix_evictions", "Pages of past texts that made room", prefixes.evictions)
+    yield CounterMetricFamily("vkback_steps", "Steps of all sequences at once", counters.steps)
+    yield CounterMetricFamily("vkback_step_columns", "Tokens that steps took; by vkback_steps: the size of a batch", counters.columns)
+    for what in ("steps", "prompts"):
+        yield CounterMetricFamily(f"vkback_{what}_seconds", f"Time of {what}", counters.seconds[what])

@@ -39,10 +39,21 @@ def finish_reason(result: Result) -> str:
     return "stop" if result.finish_reason in ("eos", "stop") else "length"
 
 
-def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """Tokens of prompts and texts; cached: of the prompts, not read again."""
-    reused = sum(result.timings.reused_tokens for result in results)
-    prompt = reused + sum(result.timings.prompt_tokens for result in results)
+def best(results: Sequence[Result], n: int) -> list[Result]:
+    """Those n of a prompt's texts whose tokens are the likeliest on average, the best first; all in their order where there are n."""
+    if len(results) <= n:
+        return list(results)
+
+    def likely(result: Result) -> float:
+        return sum(t.logprob for t in result.logprobs) / max(1, len(result.logprobs))
+
+    return sorted(results, key=likely, reverse=True)[:n]
+
+
+def usage(results: Sequence[Result], texts: int = 1) -> dict[str, Any]:
+    """Tokens of prompts and texts; cached: of the prompts, not read again. texts: of each prompt, which counts once."""
+    reused = sum(result.timings.reused_tokens for result in results[::texts])
+    prompt = reused + sum(result.timings.prompt_tokens for result in results[::texts])
     made = sum(len(result.tokens) for result in results)
     return {
         "prompt_tokens": prompt,
@@ -96,10 +107,10 @@ class Shape:
         """The same for another choice of the reply."""
         return replace(self, index=index, offset=0)
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> dict[str, Any]:
         """Of a reply that is not streamed: a choice for each result."""
         choices = [self.choice(index)._whole_choice(result) for index, result in enumerate(results)]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage(results), "timings": timings(results)}
+        return self._head("chat.completion") | {"choices": choices, "usage": usage, "timings": timings(results)}
 
     def _whole_choice(self, result: Result) -> dict[str, Any]:
         if self.chat:
@@ -128,9 +139,9 @@ class Shape:
         choice: dict[str, Any] = {"delta": _delta(*rest) if any(rest) else {}} if self.chat else {"text": ""}
         return self._body("chat.completion.chunk", choice, (), finish_reason(result)) | {"timings": timings([result])}
 
-    def usage(self, results: Sequence[Result]) -> dict[str, Any]:
+    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The event that `include_usage` asks for."""
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage(results)}
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created, "model": self.model}

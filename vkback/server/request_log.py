@@ -23,9 +23,10 @@ KEY = "vkback.told"
 
 @dataclass
 class LoggedRequest:
-    """What the endpoints know of a request at its end."""
+    """What the endpoints know of a request at its end. texts: of each prompt."""
 
     results: list[Result] = field(default_factory=list)
+    texts: int = 1
     error: ServerError | None = None
 
 
@@ -67,7 +68,7 @@ def _line(scope: Scope, status: int, logged: LoggedRequest, seconds: float, ende
     path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")  # as it came: it cannot break the line
     parts = [f"{client} {scope['method']} {path} {status}", f"{seconds:.2f} s"]
     if logged.results:
-        used = usage(logged.results)
+        used = usage(logged.results, logged.texts)
         known = used["prompt_tokens_details"]["cached_tokens"]
         reasons = ", ".join(finish_reason(result) for result in logged.results)
         parts.append(f"prompt {used['prompt_tokens']} tokens, {known} known; reply {used['completion_tokens']}, {reasons}")

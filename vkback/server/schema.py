@@ -19,6 +19,9 @@ from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
 
 SEED_BITS = 31
+MOST_CHOICES = 128
+"""OpenAI's, of `n`."""
+
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's for /v1/completions."""
 
@@ -123,7 +126,7 @@ class _Sampling(_Strict):
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
     response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
-    n: Literal[1] | None = Field(default=None, description="1: a request gets one reply for each prompt")
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     user: str | None = Field(default=None, description="a text")
     safety_identifier: str | None = Field(default=None, description="a text")
     prompt_cache_key: str | None = Field(default=None, description="a text")
@@ -165,19 +168,32 @@ class _Sampling(_Strict):
 
 
 class CompletionRequest(_Sampling):
-    """POST /v1/completions. prompt: one, or several, each of which gets a choice. logprobs: how many of the likeliest tokens to tell at
-    each step."""
+    """POST /v1/completions. prompt: one, or several, each of which gets n choices. logprobs: how many of the likeliest tokens to tell at
+    each step. best_of: texts that are made for a prompt; the n whose tokens are the likeliest on average are its choices."""
 
     prompt: PromptText | TokenIds | Annotated[list[PromptText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)] = (
         Field(description="a text or a list of token ids, neither of them empty, or a list of such")
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
     echo: Literal[False] | None = Field(default=None, description="false: the prompt is not repeated")
-    best_of: Literal[1] | None = Field(default=None, description="1")
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     suffix: Annotated[None, nothing_but(why="no text can be put behind the reply; leave it out")] = None
 
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}, expected at least n, which is {self.n or 1}")
+        if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
+            raise ValueError("best_of above n needs stream: false, for the best are known at the end alone")
+        return self
+
+    @property
+    def texts(self) -> int:
+        """That are made for a prompt."""
+        return self.best_of or self.n or 1
+
     def prompts(self) -> list[str] | list[list[int]]:
-        """One for each choice."""
+        """Those of the request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
@@ -301,6 +317,11 @@ class ChatRequest(_Sampling):
         if self.reasoning_effort == "none":  # OpenAI's word for no thinking
             found |= {"reasoning_effort": None, "enable_thinking": False}
         return {name: value for name, value in found.items() if value is not None} | (self.chat_template_kwargs or {})
+
+    @property
+    def texts(self) -> int:
+        """That are made for the conversation."""
+        return self.n or 1
 
     def options(self, n_vocab: int, limit: int) -> GenerateOptions:
         wanted = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,7 +1,8 @@
-"""The thread that has the model: a bounded queue of requests, one at a time, clients in turn.
+"""The thread that has the model: a bounded queue of requests, clients in turn. One runs at a time, or several at once
+(vkback/server/at_once.py).
 
 A request's events go to the event loop that waits for them. Between two pieces of text the thread looks whether the client has left and
-whether the time is over. A lost device is opened anew: the request that found it lost gets an error, those that wait are run.
+whether the time is over. A lost device is opened anew: the requests that ran get an error, those that wait are run.
 """
 
 from __future__ import annotations
@@ -10,22 +11,30 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result, Session
+from vkback.api import ChatTemplateError, Chunk, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
 from vkback.api.options import Options
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
+from vkback.engine.batch.batch import Batch
 from vkback.engine.constraint import ConstraintError
+from vkback.engine.sampler import Sampler
 from vkback.errors import VkbackError
 from vkback.gguf.vocabularies import TokenizerError
+from vkback.server.at_once import AtOnce
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
+from vkback.server.latencies import Latencies
+from vkback.server.queued import QueuedRequest, asked_of, require_time
 
 log = logging.getLogger("vkback.server")
+
+PARALLEL, CPU_PARALLEL = 32, 8
+"""Requests that run at once unless somebody says how many; on a CPU driver more take as much longer."""
 
 JOIN_S = 15.0
 """How long the end of the server waits for the device."""
@@ -33,36 +42,12 @@ JOIN_S = 15.0
 REFUSALS = (ModelError, ChatTemplateError, ConstraintError, TokenizerError)
 """What is wrong with a request. All other errors are of the model, the device or the server, and no request cures them."""
 
-Event = Chunk | Result | ServerError
-"""Pieces of text, then the whole; or an error, after which nothing comes."""
-
 State = Literal["idle", "busy", "device_lost", "stopped"]
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request for text.
-
-    prompt    text, token ids, or messages of a chat
-    template  of the chat, in the place of the model's own
-    client    whom to take turns with
-    deadline  by time.monotonic(); what is made until then is the answer
-    put       takes events, called in the thread of the worker
-    """
-
-    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
-    chat: bool
-    options: GenerateOptions
-    client: str
-    deadline: float
-    put: Callable[[Event], None]
-    template: str | None = None
-    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
 class Counts:
-    """What has happened since the start. seconds: that requests ran."""
+    """What has happened since the start. seconds: in which any request ran."""
 
     finished: int = 0
     cancelled: int = 0
@@ -78,11 +63,27 @@ class Counts:
 class Worker:
     """Runs requests on a model, which it closes at its end."""
 
-    def __init__(self, load: Callable[[], LoadedModel], *, max_queue: int = 32, reuse: bool = True, alias: str | None = None) -> None:
-        """load: opens the model, now and after the device was lost. reuse: keep what a prompt shares with the one before. alias: what
-        clients may call the model beside its file's name; replies give it, too."""
-        self._load, self._max_queue, self._reuse = load, max_queue, reuse
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        *,
+        parallel: int | None = 1,
+        max_queue: int = 32,
+        reuse: bool = True,
+        alias: str | None = None,
+    ) -> None:
+        """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: 8 on CPU drivers,
+        else 32; models with recurrent states run one. reuse: keep what a prompt shares with those before. alias: what clients may call the
+        model beside its file's name; replies give it, too."""
+        self._load, self._max_queue, self.reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
+        self.facts = self._model
+        """The model, also while its device is lost: for what needs none, as tokens of a text."""
+        engine = self._model.engine
+        self.parallel = (
+            1 if engine.model.architecture.recurrent else parallel or (CPU_PARALLEL if engine.device.caps.software else PARALLEL)
+        )
+        self._open_batch()
         file_name = self._model.name.removesuffix(".gguf")
         self.model_name = alias or file_name
         self.model_names = {self.model_name, file_name}
@@ -92,13 +93,15 @@ class Worker:
         self.has_text = self._model.engine.model.has_text
         self.device_name = self._model.engine.device.caps.name
         self._session = self._model.session()
+        self._open_batch()
         self._waiting: OrderedDict[str, deque[QueuedRequest]] = OrderedDict()
         self._changed = threading.Condition()
-        self._running: QueuedRequest | None = None
+        self._running: list[QueuedRequest] = []
         self._stopping = False
         self._step_begun = 0.0
         self.state: State = "idle"
         self.counts = Counts()
+        self.latencies = Latencies()
         self._thread = threading.Thread(target=self._run, name="vkback-worker", daemon=True)
         self._thread.start()
 
@@ -110,7 +113,7 @@ class Worker:
 
     @property
     def step_s(self) -> float:
-        """Seconds since the running request last gave a sign; 0 if none is running."""
+        """Seconds since the running requests last gave a sign; 0 if none is running."""
         return time.monotonic() - self._step_begun if self._running else 0.0
 
     @property
@@ -120,10 +123,26 @@ class Worker:
             raise LostDevice("[server] the device was lost and could not be opened again; the server's log says why", retry_after_s=5)
         return self._model
 
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more requests may wait."""
+        return self.queued >= self._max_queue
+
+    @property
+    def batch(self) -> Batch | None:
+        """Of the requests that run at once; not to be used but to read its counters."""
+        batched = self._model.opened if self._model is not None else None
+        return batched.batch if batched is not None else None
+
     def chat_problem(self, template: str | None) -> str:
         """Why no conversation can be answered by a template, or without one by the model's own; "" if one can."""
         try:
-            self.model.chat_ids([{"role": "user", "content": "Hello"}], template)
+            self.facts.chat_ids([{"role": "user", "content": "Hello"}], template)
         except (ChatTemplateError, ModelError) as e:
             return str(e)
         return ""
@@ -161,9 +180,10 @@ class Worker:
             self._stopping = True
             left = [request for queue in self._waiting.values() for request in queue]
             self._waiting.clear()
-            if self._running and not self._running.cancelled.is_set():
-                self._running.cancelled.set()
-                left.append(self._running)
+            for request in self._running:
+                if not request.cancelled.is_set():
+                    request.cancelled.set()
+                    left.append(request)
             self._changed.notify()
         for request in left:
             request.put(_ending())
@@ -178,108 +198,153 @@ class Worker:
     def _length(self) -> int:
         return sum(len(queue) for queue in self._waiting.values())
 
-    def _next(self) -> QueuedRequest | None:
-        """The first request of the client whose turn it is; None at the end."""
+    # -- for the thread
+
+    def take(self, most: int, *, wait: bool) -> list[QueuedRequest] | None:
+        """Up to so many requests that wait, of the client whose turn it is first; they run from now on. wait: until there is one. None: the
+        server ends."""
         with self._changed:
-            self._running = None
-            if self.state == "busy":
-                self.state = "idle"
-            while not self._waiting and not self._stopping:
+            while wait and not self._waiting and not self._stopping:
                 self._changed.wait()
             if self._stopping:
                 return None
-            client, queue = self._waiting.popitem(last=False)
-            request = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # behind the other clients
-            self._running = request
-            self._step_begun = time.monotonic()
-            return request
+            found: list[QueuedRequest] = []
+            while self._waiting and len(found) < most:
+                client, queue = self._waiting.popitem(last=False)
+                found.append(queue.popleft())
+                if queue:
+                    self._waiting[client] = queue  # behind the other clients
+            self._running += found
+            if found:
+                self.gave_sign()
+            return found
 
-    def _run(self) -> None:
-        while (request := self._next()) is not None:
-            begun = time.monotonic()
-            try:
-                self._answer(request)
-            except (DeviceLost, DeviceTimeout) as e:
-                self.counts.failed += 1
-                self.counts.lost += 1
-                self.state = "device_lost"
-                log.error("%s", e)
-                request.put(LostDevice(f"[server] the device was lost while this request ran, and is opened anew: try again. {e}"))
-                self._reopen()
-            except ServerError as e:
-                self.counts.failed += 1
-                request.put(e)
-            except DeviceError as e:
-                self._failed(request, Unavailable(str(e)))
-            except ContextLengthError as e:
-                self._failed(request, ContextTooLong(e.tokens, e.n_ctx, request.chat))
-            except REFUSALS as e:
-                self._failed(request, BadRequest(str(e)))
-            except VkbackError as e:
-                log.error("%s", e)
-                self._failed(request, ServerError(str(e)))
-            except Exception as e:
-                log.exception("a request failed")
-                self._failed(request, ServerError(f"[server] the request failed inside the server: {type(e).__name__}; its log says more"))
-            self.counts.seconds += time.monotonic() - begun
-        self.state = "stopped"
-        if self._model is not None:
-            with suppress(VkbackError):
-                self._model.close()
+    def gave_sign(self) -> float:
+        """Note that the device answers; the time, by time.monotonic()."""
+        self._step_begun = time.monotonic()
+        return self._step_begun
 
-    def _failed(self, request: QueuedRequest, error: ServerError) -> None:
-        self.counts.failed += 1
-        if self._model is not None:
-            self._session = self._model.session()
-        request.put(error)
+    def leave(self, request: QueuedRequest) -> None:
+        """It runs no longer."""
+        with self._changed:
+            self._running.remove(request)
+            if not self._running and self.state == "busy":
+                self.state = "idle"
 
-    def _answer(self, request: QueuedRequest) -> None:
-        if request.cancelled.is_set():
-            self.counts.cancelled += 1
-            return
-        if time.monotonic() > request.deadline:
-            raise Unavailable("[server] the request waited for its turn until its time was over; try again later", retry_after_s=5)
-        if self._model is None:
-            self._reopen()
-        model = self.model
-        self.state = "busy"
-        if not self._reuse:
-            self._session = model.session()
-        session: Session = self._session
-        options = request.options
-        if request.chat:
-            ids = model.chat_ids(request.prompt, request.template)  # type: ignore[arg-type]
-            if stops := model.chat_format(request.template).stops:
-                options = options.copy()
-                options["stop"] = (*Options.of(options, model.n_vocab).stop, *stops)
-        else:
-            model.require_room(request.prompt)  # type: ignore[arg-type]
-            ids = model.ids(request.prompt, start=True)  # type: ignore[arg-type]
-        with session.stream_from(ids, **options) as stream:
-            for piece in stream:
-                self._step_begun = time.monotonic()
-                if request.cancelled.is_set():
-                    break
-                request.put(piece)
-                if self._step_begun > request.deadline:
-                    break
-            over = self._step_begun > request.deadline
-            ended = stream.ended
-        result = stream.result
-        if over and not ended:
-            result = Result(result.text, result.tokens, "length", result.timings, result.logprobs)
-        timings = result.timings
-        self.counts.prompt_tokens += timings.prompt_tokens
-        self.counts.reused_tokens += timings.reused_tokens
-        self.counts.generated_tokens += len(result.tokens)
+    def piece(self, request: QueuedRequest, chunk: Chunk) -> None:
+        """A piece of its text."""
+        now, count = time.monotonic(), len(chunk.tokens)
+        if not request.told:
+            self.latencies.first.observe(now - request.asked)
+        elif count:
+            for _ in range(count):
+                self.latencies.between.observe((now - request.told) / count)
+        request.told = now
+        request.tokens += count
+        self.counts.generated_tokens += count
+        if request.pieces:
+            request.put(chunk)
+
+    def finish(self, request: QueuedRequest, result: Result) -> None:
+        """Its text is whole."""
+        self.counts.prompt_tokens += result.timings.prompt_tokens
+        self.counts.reused_tokens += result.timings.reused_tokens
+        self.counts.generated_tokens += len(result.tokens) - request.tokens
         if request.cancelled.is_set():
             self.counts.cancelled += 1
             request.put(Unavailable("[server] the request was cancelled"))
         else:
             self.counts.finished += 1
             request.put(result)
+
+    def fail(self, request: QueuedRequest, error: Exception) -> None:
+        """It ends with an error of its own."""
+        self.counts.failed += 1
+        request.put(as_server_error(error, request))
+
+    def lose(self, requests: Sequence[QueuedRequest], error: Exception) -> None:
+        """The device was lost while these ran: open it anew."""
+        self.counts.failed += len(requests)
+        self.counts.lost += 1
+        self.state = "device_lost"
+        log.error("%s", error)
+        for request in requests:
+            request.put(LostDevice(f"[server] the device was lost while this request ran, and is opened anew: try again. {error}"))
+        self._reopen()
+
+    def model_now(self) -> LoadedModel:
+        """The model, opened again where it was lost. Raises LostDevice."""
+        if self._model is None:
+            self._reopen()
+        model = self.model
+        self.state = "busy"
+        return model
+
+    def close_batch(self) -> None:
+        """Give the batch back, which failed: the next request opens another."""
+        if self._model is not None:
+            try:
+                self._model.close_batch()
+            except Exception as e:  # whatever it is, the thread must go on
+                log.error("the batch could not be closed, the device is opened anew: %s", e)
+                self._reopen()
+
+    def _run(self) -> None:
+        if self.parallel > 1:
+            AtOnce(self).serve()
+        else:
+            self._one_by_one()
+        self.state = "stopped"
+        if self._model is not None:
+            with suppress(VkbackError):
+                self._model.close()
+
+    def _one_by_one(self) -> None:
+        while found := self.take(1, wait=True):
+            begun = time.monotonic()
+            (request,) = found
+            try:
+                self._answer(request)
+            except (DeviceLost, DeviceTimeout) as e:
+                self.lose(found, e)
+            except Exception as e:  # whatever it is, the thread must go on
+                if self._model is not None and not isinstance(e, ServerError):
+                    self._session = self._model.session()
+                self.fail(request, e)
+            self.counts.seconds += time.monotonic() - begun
+            self.leave(request)
+
+    def _answer(self, request: QueuedRequest) -> None:
+        if request.cancelled.is_set():
+            self.counts.cancelled += 1
+            return
+        require_time(request)
+        model = self.model_now()
+        if not self.reuse:
+            self._session = model.session()
+        ids, options = asked_of(model, request)
+        now = 0.0
+        with self._session.stream_of("serve", ids, options) as stream:
+            for piece in stream:
+                now = self.gave_sign()
+                if request.cancelled.is_set():
+                    break
+                self.piece(request, piece)
+                if now > request.deadline:
+                    break
+            ended = stream.ended
+        result = stream.result
+        self.finish(request, result if ended or now <= request.deadline else replace(result, finish_reason="length"))
+
+    def _open_batch(self) -> None:
+        """Memory for the requests that run at once, and, where compiling takes little of the machine, what their steps run."""
+        if self._model is None or self.parallel == 1:
+            return
+        with self._model.using("serve"):
+            batch = self._model.batched(self.parallel).batch
+            if not self._model.engine.device.caps.software:
+                for sampler in (Sampler(), Options().sampler):
+                    batch.prepare(sampler=sampler)
 
     def _reopen(self) -> None:
         """Close what is left of the model and open it again; without success the next request tries once more."""
@@ -288,12 +353,30 @@ class Worker:
                 self._model.close()
             self._model = None
         try:
-            self._model = self._load()
+            self._model = self.facts = self._load()
+            self._open_batch()
             self._session = self._model.session()
         except Exception as e:  # whatever it is, the thread must go on
             log.error("the device could not be opened again: %s", e, exc_info=not isinstance(e, VkbackError))
             return
         self.state = "idle"
+
+
+def as_server_error(error: Exception, request: QueuedRequest) -> ServerError:
+    """What a client is told of an error."""
+    if isinstance(error, ServerError):
+        return error
+    if isinstance(error, DeviceError):
+        return Unavailable(str(error))
+    if isinstance(error, ContextLengthError):
+        return ContextTooLong(error.tokens, error.n_ctx, request.chat)
+    if isinstance(error, REFUSALS):
+        return BadRequest(str(error))
+    if isinstance(error, VkbackError):
+        log.error("%s", error)
+        return ServerError(str(error))
+    log.error("a request failed", exc_info=error)
+    return ServerError(f"[server] the request failed inside the server: {type(error).__name__}; its log says more")
 
 
 def _ending() -> Unavailable:
