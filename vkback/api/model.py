@@ -174,7 +174,7 @@ class LoadedModel:
     def __init__(self, engine: Engine, load_s: float = 0.0, sequences: int | None = None) -> None:
         """Use `vkback.load`. load_s: seconds that it took. sequences: as there."""
         self.engine = engine
-        self.sequences = sequences or (CPU_SEQUENCES if engine.device.caps.software else SEQUENCES)
+        self._sequences = sequences
         self.load_s = load_s
         self._lock = threading.Lock()
         self._user: tuple[int, str] | None = None
@@ -265,6 +265,11 @@ class LoadedModel:
             "driver": f"{caps.driver_name} {caps.driver_info}",
             **({"lora": self._adapters} if self._adapters else {}),
         }
+
+    @property
+    def sequences(self) -> int:
+        """Texts of a batch that run at once, at most."""
+        return self._sequences or (CPU_SEQUENCES if self.engine.device.caps.software else SEQUENCES)
 
     # -- text
 

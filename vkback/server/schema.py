@@ -19,7 +19,7 @@ from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
 
 SEED_BITS = 31
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """OpenAI's, of `n`."""
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -126,7 +126,7 @@ class _Sampling(_Strict):
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
     response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     user: str | None = Field(default=None, description="a text")
     safety_identifier: str | None = Field(default=None, description="a text")
     prompt_cache_key: str | None = Field(default=None, description="a text")
@@ -176,7 +176,7 @@ class CompletionRequest(_Sampling):
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
     echo: Literal[False] | None = Field(default=None, description="false: the prompt is not repeated")
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     suffix: Annotated[None, nothing_but(why="no text can be put behind the reply; leave it out")] = None
 
     @model_validator(mode="after")
