@@ -65,7 +65,7 @@ def test_n_texts_of_a_prompt_have_seeds_that_follow_each_other(model: vkback.Loa
 
 @pytest.mark.vulkan
 def test_pieces_come_as_they_are_made_and_results_hold_all(model: vkback.LoadedModel) -> None:
-    with model.batch_stream(PROMPTS, max_tokens=5, temperature=0, logprobs=2) as stream:
+    with model.batch_stream(PROMPTS, max_tokens=24, temperature=0, logprobs=2) as stream:
         pieces = list(stream)
     assert None not in stream.results and len(stream.results) == len(PROMPTS)
     for index, result in enumerate(stream.finished()):
@@ -73,7 +73,7 @@ def test_pieces_come_as_they_are_made_and_results_hold_all(model: vkback.LoadedM
         assert "".join(chunk.text for chunk in own) == result.text
         assert [t for chunk in own for t in chunk.tokens] == list(result.tokens)
         assert [t for chunk in own for t in chunk.logprobs] == list(result.logprobs)
-        alone = model.generate(PROMPTS[index], max_tokens=5, temperature=0, logprobs=2)
+        alone = model.generate(PROMPTS[index], max_tokens=24, temperature=0, logprobs=2)
         assert [t.logprob for t in result.logprobs] == pytest.approx([t.logprob for t in alone.logprobs], abs=0.01)
         assert all([t.token, t.logprob] == [t.top[0][0], t.top[0][2]] for t in result.logprobs)
     first = [i for i, _ in pieces].index(1)
@@ -207,13 +207,8 @@ def test_a_prompt_that_begins_like_a_text_before_is_read_from_there(model: vkbac
 
 
 @pytest.mark.vulkan
-def test_models_with_recurrent_states_make_their_texts_one_after_another(tmp_path: Path, device: Device) -> None:
+def test_models_with_recurrent_states_make_many_texts_too(tmp_path: Path, device: Device) -> None:
     prompts = [[1, 2, 3], [4, 5]]
     with vkback.LoadedModel(Engine.load(tiny("granitehybrid", tmp_path), device, n_ctx=64)) as model:
         found = model.batch(prompts, n=2, max_tokens=3, seed=1)
         assert [r.tokens for r in found] == [model.generate(p, max_tokens=3, seed=s).tokens for p in prompts for s in (1, 2)]
-        stream = model.batch_stream(prompts, max_tokens=3)
-        assert next(stream)[0] == 0
-        model.generate([1], max_tokens=1)
-        with pytest.raises(ModelError, match="ended by a later call"):
-            next(stream)

@@ -12,7 +12,6 @@ from vkback.api.batched import BatchedTexts, BatchText
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
 from vkback.api.result import Chunk, Result
-from vkback.api.stream import Stream
 from vkback.engine.constraint import Constraint
 
 Piece = tuple[int, Chunk]
@@ -99,12 +98,3 @@ def at_once(
     finally:
         for text in running:
             texts.end(text)
-
-
-def one_by_one(stream: Callable[[Wanted], Stream], own: BatchStream) -> Generator[Piece, None, None]:
-    """Pieces of texts one after another, for models that have no batch."""
-    for index, wanted in enumerate(own.wanted):
-        with stream(wanted) as found:
-            for chunk in found:
-                yield index, chunk
-            own.results[index] = found.result

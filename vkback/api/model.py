@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
-from vkback.api.batch_stream import BatchStream, Wanted, at_once, one_by_one
+from vkback.api.batch_stream import BatchStream, Wanted, at_once
 from vkback.api.batched import BatchedTexts
 from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ModelError, too_long
@@ -332,9 +332,6 @@ class LoadedModel:
             return self.constraint(checked.json_schema)
 
         wanted = [Wanted(ids, replace(checked, seed=checked.seed + i), constraint) for ids in prompts for i in range(n)]
-        if self.engine.model.architecture.recurrent:
-            self._require_open("batch")
-            return BatchStream(wanted, lambda own: one_by_one(self._stream_of, own))
         with self.using("batch"):
             texts = self.batched(sequences)
 
@@ -344,9 +341,6 @@ class LoadedModel:
             stream = BatchStream(wanted, lambda own: at_once(texts, min(sequences or texts.sequences, texts.sequences), using, own))
             self._stream = weakref.ref(stream)
             return stream
-
-    def _stream_of(self, wanted: Wanted) -> Stream:
-        return Session(self, lasting=False).stream_of("batch", list(wanted.prompt), wanted.options)
 
     @with_keywords
     def chat(

@@ -73,17 +73,14 @@ class Worker:
         alias: str | None = None,
     ) -> None:
         """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: 8 on CPU drivers,
-        else 32; models with recurrent states run one. reuse: keep what a prompt shares with those before. alias: what clients may call the
+        else 32. reuse: keep what a prompt shares with those before. alias: what clients may call the
         model beside its file's name; replies give it, too."""
         self._load, self._max_queue, self.reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
         self.facts = self._model
         """The model, also while its device is lost: for what needs none, as tokens of a text."""
         engine = self._model.engine
-        self.parallel = (
-            1 if engine.model.architecture.recurrent else parallel or (CPU_PARALLEL if engine.device.caps.software else PARALLEL)
-        )
-        self._open_batch()
+        self.parallel = parallel or (CPU_PARALLEL if engine.device.caps.software else PARALLEL)
         file_name = self._model.name.removesuffix(".gguf")
         self.model_name = alias or file_name
         self.model_names = {self.model_name, file_name}
