@@ -104,7 +104,11 @@ def quick_shaders() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quiet_log() -> None:
     """A command that an earlier test left in a thread may still show infos; what a test finds in caplog does not depend on it."""
-    logging.getLogger("vkback").setLevel(logging.NOTSET)
+    for name in ("vkback", "vkback.server"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    server = logging.getLogger("vkback.server")  # to which a command adds a handler of its own, and none else then hears it
+    server.propagate = True
+    server.handlers.clear()
 
 
 @pytest.fixture(scope="session")
