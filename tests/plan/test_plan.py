@@ -128,7 +128,7 @@ def test_a_token_of_the_expert_model_takes_seven_stages_a_layer(models: Callable
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_prompt_s_stages_do_not_grow_with_its_tokens(name: str, models: Callable[[str], Model]) -> None:
-    """By matrices, where packing activations takes a stage of its own and experts of fewer tokens than six go by GEMV, and by GEMV alone."""
+    """By matrices, where packing activations takes a stage of its own and experts of few tokens go by GEMV, and by GEMV alone."""
     ctx = planned_for("nvidia_h200_linux")
     for rows_known, counts in ((None, (6, 16)), (0, (2, 16))):
         use = dataclasses.replace(ctx, row_lanes=rows_known)
