@@ -445,3 +445,19 @@ def test_memory_is_flat_over_many_texts() -> None:
         batch.log()
     scheduler = batch.scheduler
     assert not scheduler.texts and not scheduler.waiting and len(batch.cache) <= 8 and len(batch.cache.leaves) <= 80
+
+
+def test_prompts_take_more_of_the_time_while_many_texts_wait() -> None:
+    """One long prompt slows running texts by half at most; many short ones do not wait for the steps of a few."""
+    pool = PagePool(64, 4)
+    scheduler = Scheduler(Limits(8, 4, 64, waiting_weight=4.0), pool, PrefixCache(pool))
+    shares = []
+    for id in range(5):
+        scheduler.add(Text(id, "a", (1, 2, 3), 4))
+        shares.append(scheduler.share)
+    assert shares == [1 / 3, 4 / 5, 8 / 9, 12 / 13, 16 / 17]
+    pool = PagePool(64, 4)
+    even = Scheduler(Limits(8, 4, 64), pool, PrefixCache(pool))
+    for id in range(5):
+        even.add(Text(id, "a", (1, 2, 3), 4))
+    assert even.share == 1 / 3

@@ -94,7 +94,8 @@ class Text:
 class Limits:
     """slots: rows of the page table. page: rows of a page. max_rows: most rows of a sequence. max_step_tokens: most columns of a step; so
     many texts run at most. piece: most prompt tokens of a read. prompt_share: most share of the time for prompts while others run, above
-    0; 1: prompts go first. in_flight: most steps submitted and not reported. recurrent: the model has states beside the pages, so that no
+    0; 1: prompts go first. waiting_weight: of a text that waits behind the one that is read, against a running one, in the share that
+    prompts take; 0: none. in_flight: most steps submitted and not reported. recurrent: the model has states beside the pages, so that no
     prefix is reused. Raises OptionError for a value that cannot be."""
 
     slots: int
@@ -104,6 +105,7 @@ class Limits:
     piece: int = 512
     prompt_share: float = 1 / 3
     in_flight: int = 2
+    waiting_weight: float = 0.0
     recurrent: bool = False
 
     def __post_init__(self) -> None:
@@ -346,7 +348,8 @@ class Scheduler:
         self._steps.popleft()
         self._step_seconds = _smooth(self._step_seconds or None, seconds / action.count)
         if self.limits.prompt_share < 1:
-            earned = seconds * self.limits.prompt_share / (1 - self.limits.prompt_share)
+            share = self.share
+            earned = seconds * share / (1 - share)
             self._credit = min(self._credit + earned, max(self._credit, self._most_read_seconds()))
         for text, _, steps in action.columns:
             text.submitted -= steps
@@ -541,6 +544,12 @@ class Scheduler:
         if first + self.limits.piece < text.length - 1:
             return True
         return not self._kept and self._room(self._pages_to_run(text) - known)
+
+    @property
+    def share(self) -> float:
+        """Most share of the time for prompts now: more than prompt_share while many texts wait, for steps of few texts make few tokens."""
+        behind = self.limits.waiting_weight * max(0, self.waiting + (self._reader is not None) - 1)
+        return max(self.limits.prompt_share, behind / (behind + max(1, self.running))) if behind else self.limits.prompt_share
 
     def _may_read(self, count: int) -> bool:
         """Whether prompts have time for a piece of so many tokens."""
