@@ -37,6 +37,7 @@ BOUNDED = {
     "attention/train/train_matrix.comp": {"y": "heads"},
     "attention/train/train_pack.comp": {"x": "heads"},
     "gemm/coop_mat.comp": {"z": "parts of a row"},
+    "gemm/pack_units.comp": {"x": TOKENS},
     "gemm/split_sum.comp": {"y": TOKENS},
     "gemv/gemv.comp": {"z": "tokens at once, times experts used"},
     "moe/moe_reduce.comp": {"x": ROW, "y": TOKENS},
@@ -50,7 +51,7 @@ BOUNDED = {
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
-    "ssm/scan.comp": {"x": "rows of a head", "y": "heads"},
+    "ssm/scan.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "topk/argmax.comp": {"x": VOCAB, "y": "rows of logits"},
     "training/sum_squares.comp": {"x": "blocks of a tensor, at most 256"},
 }

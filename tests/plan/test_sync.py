@@ -87,7 +87,7 @@ def test_what_is_spun_on_lies_apart(name: str, models: Callable[[str], Model]) -
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_long_prompts_and_single_ops_keep_their_barriers(name: str, models: Callable[[str], Model]) -> None:
     ctx = sentinel("nvidia_h200_linux")
-    prompt = models(name).graph(64, N_CTX, head="none")
+    prompt = models(name).graph(128, N_CTX, head="none")
     assert plan(prompt, ctx) == plan(prompt, with_params(ctx, sync="barrier"))
     alone = schedule(models(name), ctx, "greedy", n_ctx=N_CTX, fusion="none")
     assert not alone.barrier_free and not alone.sentinel_tensors and not alone.sentinel_range.size
