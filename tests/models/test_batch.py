@@ -12,7 +12,7 @@ from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
 from vkback.engine.batch.scheduler import ScheduleError
 from vkback.engine.engine import Engine, EngineError
-from vkback.engine.sampler import Sampler
+from vkback.engine.sampler import Sampler, SamplerError
 from vkback.models import ARCHITECTURES
 from vkback.models.synth import synthesize
 from vkback.ops.sampling.sample import noise
@@ -217,6 +217,15 @@ def test_logits_come_with_their_tokens(llama: Engine) -> None:
         made = updates_of(batch, batch.add(request))
     assert [int(m.logits[0].argmax()) for m in made] == [m.tokens[0] for m in made]
     assert len(made) == 6
+
+
+@pytest.mark.vulkan
+def test_more_ends_of_a_text_than_a_loop_holds_are_refused_before_it_runs(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "end_ids", lambda stop_at_eos: list(range(17)))
+    with Batch(llama, sequences=2, page=PAGE, rows=4 * PAGE) as batch:
+        with pytest.raises(SamplerError, match="17 end-of-text ids, at most 16 are supported"):
+            batch.add(Request((1, 2), 3))
+        assert not batch.busy
 
 
 @pytest.mark.vulkan

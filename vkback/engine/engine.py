@@ -569,7 +569,7 @@ class Engine:
         self._try_sync()
         if self._checkpoint is not None:
             self._checkpoint.save(self.n_past)
-        eos = sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
+        eos = self.end_ids(stop_at_eos)
         self._begin_loop(first, sampler, eos, constrained=constraint is not None)
         made = submitted = step = status = 0
         timed_out = False
@@ -634,6 +634,10 @@ class Engine:
                 f"[engine] {what} of {count} tokens after {self.n_past} does not fit the context of {self.n_ctx}; "
                 "load with a larger n_ctx (--ctx) or shorten it"
             )
+
+    def end_ids(self, stop_at_eos: bool) -> list[int]:
+        """Token ids that end a text on the device; none unless stop_at_eos, or of a model without a vocabulary."""
+        return sorted(self.model.tokenizer.eos_ids) if stop_at_eos and self.model.has_text else []
 
     def check_ids(self, tokens: Sequence[int]) -> None:
         """Raises EngineError for an id that the vocabulary does not have."""

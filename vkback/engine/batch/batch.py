@@ -7,13 +7,11 @@ otherwise while a Batch works.
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +26,11 @@ from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
 from vkback.engine.constraint import Constraint
 from vkback.engine.engine import Engine, EngineError
-from vkback.engine.sampler import Sampler
+from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
 from vkback.models.builder import Paging
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
-from vkback.ops.sampling.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING, STATUS_EOS, STATUS_NAN
+from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN
 
 Floats = npt.NDArray[np.float32]
 
@@ -101,12 +99,13 @@ class Update:
 
 @dataclass(eq=False)
 class _Work:
-    """A request, and what the device knows of it. column: of its steps, -1: none. pages: entries of the page table that are written.
-    seen: steps of its loop that were reported. begun: its prompt is in the staging cache, in part. mask: of its constraint, for the next
-    token."""
+    """A request, and what the device knows of it. loop: words of its loop before the ring, but for the limit. column: of its steps, -1:
+    none. pages: entries of the page table that are written. seen: steps of its loop that were reported. begun: its prompt is in the
+    staging cache, in part. mask: of its constraint, for the next token."""
 
     request: Request
     text: Text
+    loop: npt.NDArray[np.int32]
     column: int = -1
     pages: int = 0
     seen: int = 0
@@ -234,14 +233,16 @@ class Batch:
         return bool(self._flying or self._made or self.scheduler.texts)
 
     def add(self, request: Request) -> int:
-        """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit, and
-        ConstraintError."""
+        """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit,
+        SamplerError for more end-of-text ids than a loop has room for, and ConstraintError."""
         self.engine.check_ids(request.tokens)
         self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
         text = Text(next(self._ids), request.client, tuple(request.tokens), request.max_tokens)
         mask = request.constraint.mask() if request.constraint is not None else None
+        # Before the text is in work: a model with too many end-of-text ids is refused here.
+        loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
         self.scheduler.add(text)
-        self._works[text.id] = _Work(request, text, mask=mask)
+        self._works[text.id] = _Work(request, text, loop, mask=mask)
         return text.id
 
     def cancel(self, id: int, reason: str = "cancelled") -> None:
@@ -348,7 +349,7 @@ class Batch:
 
     def _submit(self, action: Step) -> None:
         works = self._in(action)
-        if class_of(max(w.column for w in works) + 1) > class_of(len(works)):
+        if works and class_of(max(w.column for w in works) + 1) > class_of(len(works)):
             # Fewer columns would do: texts move together once it is known where they are, and which have ended.
             self._drain()
             works = self._in(action)
@@ -362,7 +363,7 @@ class Batch:
             kind |= self._kind_of(work)
             self._place(work)
             self._give_pages(work)
-        most = max((w.column for w in works), default=0) + 1
+        most = max(w.column for w in works) + 1
         columns = class_of(self.limits.slots) if self._pinned else class_of(most)
         if not self._programs.ready(columns, kind):
             self._drain()  # whose time would hold that of compilers
@@ -413,17 +414,12 @@ class Batch:
         }
         for name, value in values.items():
             put(word(name, column), value)
-        sampler = request.sampler
-        eos = sorted(self.engine.model.tokenizer.eos_ids) if request.stop_at_eos and self.engine.model.has_text else []
-        loop = np.zeros(LOOP_RING, np.int32)
+        loop = work.loop.copy()
         loop[LOOP_LIMIT] = text.limit - len(text.made)
-        params: tuple[Any, ...] = (sampler.temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
-        loop[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
-        loop[LOOP_EOS : LOOP_EOS + len(eos)] = eos
         for i, value in enumerate(loop.tolist()):
             put(word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
-        penalized = sampler.penalizes or request.constraint is not None
+        penalized = request.sampler.penalizes or request.constraint is not None
         if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
         (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
