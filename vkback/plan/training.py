@@ -214,13 +214,14 @@ def _without_caches(nodes: Sequence[Node], sequences: int) -> list[Node]:
             out.append(node)
             continue
         q, cache_k, cache_v, _, *more = node.inputs
-        if more or not {cache_k.name, cache_v.name} <= set(stored) or set(node.params) - {"scale", "window"}:
+        if more or not {cache_k.name, cache_v.name} <= set(stored) or set(node.params) - {"scale", "window", "softcap"}:
             raise PlanError(f"[training] {node.name}: attention with sinks, or with queries or values in parts, cannot be trained")
         k, v, y = stored[cache_k.name], stored[cache_v.name], node.outputs[0]
         n, heads = q.shape[:2]
         out_heads = Tensor(f"{y.name} (heads)", "F32", (n, heads, v.shape[-1]))
         lse = Tensor(f"{y.name} (lse)", "F32", (n, heads))
         params = {"scale": node.params["scale"], "window": node.params.get("window", 0), "sequences": sequences}
+        params |= {"softcap": node.params["softcap"]} if "softcap" in node.params else {}
         out.append(Node("FLASH_ATTN_LSE", (q, k, v), (out_heads, lse), params))
         out.append(Node("VIEW", (out_heads,), (y,)))
     return out

@@ -2,7 +2,9 @@
 // Attention over a KV cache with online softmax, all arithmetic in F32 (FLASH_ATTN_EXT).
 // With FUSED also the norm, RoPE and cache store that come before it (ATTN_DECODE).
 //
-//   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//   out[t, h, :] = sum over rows r of softmax_r(cap(scale * q[t, h, :] . k[r, :])) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//
+// cap(x) is softcap * tanh(x / softcap) with HAS_SOFTCAP, else x (attention/softcap.glsl).
 //
 // Bindings:
 //   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
@@ -36,7 +38,7 @@
 // tokens.
 //
 // Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES USE_SHUFFLES SPLITS READERS MERGE_QUERIES
-// HAS_SINKS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]
+// HAS_SINKS HAS_SOFTCAP OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]
 // [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
@@ -76,6 +78,7 @@ layout(push_constant) uniform Push {
     uint rows_per_split;
     float scale;            // includes log2 e
     float eps;
+    float softcap;          // includes log2 e; read where HAS_SOFTCAP
 #ifdef PAGE
     uint max_pages;
 #endif
@@ -212,6 +215,7 @@ float reduce_streams_max(float v) { REDUCE_STREAMS(max) return v; }
 float reduce_streams_sum(float v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 vec4 reduce_streams_sum(vec4 v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 
+#include "attention/softcap.glsl"
 #include "attention/weight.glsl"
 #if USE_SHUFFLES
 #include "attention/decode/walk_lanes.glsl"

@@ -55,7 +55,7 @@ void walk_begin(uint tid) {
         const vec4 a = decode_low(new_k[tid % COLS], K_TYPE), b = decode_high(new_k[tid % COLS], K_TYPE);
         float part[LANE_SCORES];
         [[unroll]] for (uint v = 0; v < LANE_SCORES; v++) part[v] = dot(a, own_query[v % QUERIES][0]) + dot(b, own_query[v % QUERIES][1]);
-        const float score = lane_sums(part, tid);
+        const float score = capped(lane_sums(part, tid));
         if (tid < COLS * SUBGROUP_STREAMS) score_max = score;
         if (tid < COLS) {
             weight_sum = tid % LANE_SCORES < QUERIES ? 1.0 : 0.0;
@@ -95,7 +95,7 @@ void walk(uint kv, uint base, uint tid) {
         if (group_used(base, n)) {
             const uint step_of = (n * LANE_SCORES + tid % LANE_SCORES) / QUERIES;
             const uint row = base + step_of * STREAMS + tid / COLS;
-            const float all_lanes = lane_sums(part[n], tid);
+            const float all_lanes = capped(lane_sums(part[n], tid));
             score[n] = row < own_end && row >= own_first ? all_lanes : MASKED;
             new_max = max(new_max, score[n]);
         }

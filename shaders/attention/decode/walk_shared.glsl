@@ -35,7 +35,7 @@ void walk_begin(uint tid) {
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
             const float all_lanes = group_sum(score[i], LANES);
             if (tid < COLS) {
-                score_max[i] = all_lanes;
+                score_max[i] = capped(all_lanes);
                 weight_sum[i] = 1.0;
                 sum[i][0] = decode_low(new_v[tid], V_TYPE);
                 sum[i][1] = decode_high(new_v[tid], V_TYPE);
@@ -54,7 +54,7 @@ void make_scores(uint base, uint tid) {
         [[unroll]] for (uint i = 0; i < QUERIES; i++) {
             const float all_lanes = group_sum(score[i], LANES);
             if (tid % LANES == i % LANES)
-                scores[half_now][r * QUERIES + i] = row < row_end[i / HEADS] && row >= row_first[i / HEADS] && row < hi ? all_lanes : MASKED;
+                scores[half_now][r * QUERIES + i] = row < row_end[i / HEADS] && row >= row_first[i / HEADS] && row < hi ? capped(all_lanes) : MASKED;
         }
     }
 }

@@ -1,8 +1,9 @@
 #version 450
 // Attention of many tokens over a KV cache with online softmax, f32 throughout (FLASH_ATTN_EXT), for devices without cooperative matrices.
 //
-//   out[t, h, :] = sum over rows r of softmax_r(scale * q[t, h, :] . k[r, :]) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//   out[t, h, :] = sum over rows r of softmax_r(cap(scale * q[t, h, :] . k[r, :])) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
 //
+// cap(x) is softcap * tanh(x / softcap) with HAS_SOFTCAP, else x (attention/softcap.glsl).
 // Bindings and tiles: attention/prompt/prompt_iface.glsl. A row of cache_v has VD values, and rows are 8 V_PITCH values apart: more than VD where V
 // is the first slice of K's rows (MLA). SPLIT_Q: Q is in two tensors as in attention/decode/attention.comp, q_pe at binding 6.
 //
@@ -15,7 +16,7 @@
 //                   a CPU driver a load costs one instruction per lane, a shuffle one for all
 //   USE_SHUFFLES 0  blocks of K and V pass through shared memory as f32; threads with the same part read the same address (a broadcast)
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS USE_SHUFFLES OUT_TYPE HAS_SINKS;
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS USE_SHUFFLES OUT_TYPE HAS_SINKS HAS_SOFTCAP;
 // WG_SIZE and the others of common/reduce.glsl
 
 #define QUADS (HD / 4 / LANES)        // quads of a query that a thread holds
@@ -48,6 +49,7 @@ vec4 query_quad(uint row, uint i) {
 vec4 query_quad(uint row, uint i) { return q4[row * K_ROW_QUADS + i]; }
 #endif
 
+#include "attention/softcap.glsl"
 #include "attention/weight.glsl"
 
 vec4 query[QUERIES][QUADS];
@@ -135,7 +137,7 @@ void make_scores(uint base, uint tid) {
     [[unroll]] for (uint t = 0; t < QUERIES; t++)
         [[unroll]] for (uint r = 0; r < ROWS; r++) {
             const float all_lanes = reduce_lanes_sum(score[t][r]);
-            score[t][r] = base + r >= visible[t].x && base + r < visible[t].y ? all_lanes : MASKED;
+            score[t][r] = base + r >= visible[t].x && base + r < visible[t].y ? capped(all_lanes) : MASKED;
         }
 }
 

@@ -20,6 +20,7 @@ layout(push_constant) uniform Push {
     uint window;    // 0: none
     uint y_stride;  // F16: 16-byte words of a row, or of a column of matrices; otherwise unused
     float scale;    // includes log2 e
+    float softcap;  // includes log2 e; read where HAS_SOFTCAP
 } p;
 
 layout(std430, set = 0, binding = 0) readonly buffer Q { vec4 q4[]; };

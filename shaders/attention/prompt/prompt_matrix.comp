@@ -27,8 +27,10 @@ layout(constant_id = 9) const uint HAS_SINKS = 0;  // 1: binding 5 holds sinks
 layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of a sum matrix; 0: unknown
 layout(constant_id = 11) const uint K_TYPE = 0;     // CACHE_*
 layout(constant_id = 12) const uint V_TYPE = 0;
+layout(constant_id = 13) const uint HAS_SOFTCAP = 0;  // 1: scores have a softcap (attention/softcap.glsl)
 
 #include "attention/prompt/prompt_iface.glsl"
+#include "attention/softcap.glsl"
 #define K_PITCH (HD / 8)
 #define V_PITCH (HD / 8)
 #include "attention/cache_load.glsl"
@@ -126,6 +128,9 @@ void find_scores(uint m, uint base, bool masks, out MATRIX_SUM score[NS]) {
             score[s] = coopMatMulAdd(query[m * NK + k], b, score[s]);
         }
     }
+    if (HAS_SOFTCAP != 0)
+        [[unroll]] for (uint s = 0; s < NS; s++)
+            [[unroll]] for (uint e = 0; e < ELEMENTS; e++) score[s][e] = capped(score[s][e]);
     if (masks) mask_scores(first_row_of(m), base, score);
 }
 

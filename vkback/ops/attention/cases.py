@@ -48,6 +48,12 @@ def random_pages(rng: np.random.Generator, n_slots: int, max_pages: int) -> Arra
     return rng.permutation(n_slots * max_pages + 1)[: n_slots * max_pages].reshape(n_slots, max_pages).astype(np.int32)
 
 
+def checked_softcap(softcap: float) -> None:
+    """Raises CaseLineError for one that caps nothing."""
+    if not 0.0 <= softcap < math.inf:
+        raise CaseLineError(f"softcap={softcap}: expected a number from 0, which is none")
+
+
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
     {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
     {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
@@ -96,6 +102,24 @@ class FlashCases(Op):
         yield from self.prompt_cases()
         yield from self.quantized_cases()
         yield from self.paged_cases()
+        yield from self.softcap_cases()
+
+    def softcap_cases(self) -> Iterator[Case]:
+        """Caps that scores reach, which spread over +-3: few tokens with scores in registers and through shared memory, splits, padding,
+        windows, sinks, MLA, types, pages, prompts; keys that are no numbers stay so."""
+        for seed, shape in enumerate(MANY_SPLITS, 150):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), seed=seed, softcap=1.5).where(**shape)
+            yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 2, inf_rows=1, softcap=1.5).where(**shape)
+        yield self.build_case(4, 2, 80, 300, (299, 3), "F32", seed=154, window=100, sinks=True, softcap=0.7)
+        yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=155, type_k="q4_0", type_v="f32", softcap=2.0)
+        yield self.build_case(16, 1, 72, 300, (299, 40), seed=156, vd=64, v_view=True, softcap=1.0)
+        yield self.build_case(4, 1, 96, 300, tuple(range(100, 140)), seed=157, vd=64, v_view=True, softcap=1.0)
+        yield self.build_case(8, 2, 64, 320, (299, 40, -1, 65), seed=158, page=16, slots=(0, 1, 1, 2), softcap=1.5)
+        for seed, (hd, depth, n, y, window) in enumerate(
+            ((64, 3, 64, "F32", 0), (128, 100, 33, "Q8_1", 20), (256, 5, 34, "F32", 0), (80, 3, 35, "F32", 9)), 160
+        ):
+            yield self.build_case(4, 2, hd, y=y, kv=depth + n, nb=n, seed=seed, window=window, softcap=1.5)
+        yield self.build_case(4, 2, 64, kv=67, nb=37, seed=164, nan_rows=1, softcap=1.5)
 
     def paged_cases(self) -> Iterator[Case]:
         """Tokens of several sequences: one of each, several of one, holes; scores in registers and through shared memory, splits, windows,
@@ -258,6 +282,7 @@ class FlashCases(Op):
         inf_rows: int = 0,
         page: int = 0,
         slots: Shape = (),
+        softcap: float = 0.0,
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
@@ -265,8 +290,9 @@ class FlashCases(Op):
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
         rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
         of F16, they hold one infinity. page: the caches hold several sequences in pages of so many rows, n_ctx being the most of one;
-        slots: that of each token, else each has its own.
+        slots: that of each token, else each has its own. softcap: of scores, 0: none.
         """
+        checked_softcap(softcap)
         vd = vd or hd
         kinds = cache_kinds(type_k, type_v, hd, vd)
         if v_view and kinds[0] != kinds[1]:
@@ -308,6 +334,7 @@ class FlashCases(Op):
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
                 values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
             params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {}) | ({"v_dim": vd} if v_view else {})
+            params |= {"softcap": softcap} if softcap else {}
             if rot:
                 inputs.append(Tensor("q_pe", "F32", (n, n_head, rot), "input"))
                 values["q_pe"] = rng.standard_normal((n, n_head, rot), np.float32)
@@ -329,6 +356,7 @@ class FlashCases(Op):
         shown |= {"inf_rows": inf_rows} if inf_rows else {}
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {"page": page, "slots": slots} if page else {}
+        shown |= {"softcap": softcap} if softcap else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
@@ -378,6 +406,13 @@ class DecodeCases(Op):
         yield split.where(**MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[0])
         yield split.where(sync="sentinel", **MANY_SPLITS[1])
+        for seed, shape in enumerate(MANY_SPLITS, 70):
+            capped = self.build_case(8, 2, 64, 600, 500, "neox", False, False, "F32", seed=seed, softcap=1.5)
+            yield capped.where(**shape)
+            yield capped.where(sync="sentinel", **shape)
+        yield self.build_case(4, 2, 80, 70, 33, "neox", True, False, "F32", seed=72, softcap=0.7, window=20)
+        yield self.build_case(4, 2, 64, 320, 0, "normal", False, False, "Q8_1", seed=73, softcap=1.0, page=32)
+        yield self.build_case(4, 1, 64, 40, 0, "neox", False, False, "F32", seed=74, beyond="k", softcap=1.5)
         for seed, (pos, page, kind) in enumerate(
             ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
         ):
@@ -426,6 +461,7 @@ class DecodeCases(Op):
         type_v: str = "f16",
         beyond: str = "",
         page: int = 0,
+        softcap: float = 0.0,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
@@ -433,7 +469,9 @@ class DecodeCases(Op):
         n_dims  0: the head size; -1: nothing is rotated
         beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
         page    the caches hold two sequences in pages of so many rows, of which the token's is the second
+        softcap of scores, 0: none
         """
+        checked_softcap(softcap)
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
         if page and n_ctx % page:
@@ -478,7 +516,7 @@ class DecodeCases(Op):
                 "has_ff": ff,
                 "window": window,
             }
-            params |= cache_params(kinds)
+            params |= cache_params(kinds) | ({"softcap": softcap} if softcap else {})
             if norm:
                 params["eps"] = 1e-6
             if page:
@@ -509,5 +547,6 @@ class DecodeCases(Op):
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {"beyond": beyond} if beyond else {}
         shown |= {"page": page} if page else {}
+        shown |= {"softcap": softcap} if softcap else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

@@ -6,6 +6,7 @@ Of a layer with n_kv rows of its caches in use:
     k-0                  the cached keys as a view [n_head_kv, n_kv, hd]
     q-0                  queries by head [n_head, n, hd]
     kq-0                 k times q: [n_head, n, n_kv]
+    kq_scaled-0, kq_tanh-0, kq_capped-0   with a softcap, which then has the scale of the scores in it
     kq_soft_max_ext-0    softmax under KQ_mask [n rounded up to 32, n_kv], which is 0 for rows that a token sees, else -inf
     kqv-0                v times that: [n_head, n, vd]
     kqv_merged-0, kqv_out-0   back by token, and contiguous [n, n_head * vd]
@@ -61,12 +62,25 @@ def without_flash(node: Node, n_kv: int) -> list[Node]:
     scores, weights = (tensor(name, "F32", n_head, n, rows) for name in ("kq", "kq_soft_max_ext"))
     mixed, merged = tensor("kqv", "F32", n_head, n, vd), tensor("kqv_merged", "F32", n, n_head, vd)
     mask = Tensor("KQ_mask" if rows == min(n_kv, n_ctx) else "KQ_mask_swa", "F32", (padded(n), rows), "input")
+    scale, cap = node.params["scale"], float(node.params.get("softcap", 0.0))
+    capping: list[Node] = []
+    soft = scores
+    if cap:
+        steps: tuple[tuple[str, str, dict[str, float]], ...] = (
+            ("kq_scaled", "SCALE", {"scale": scale / cap, "bias": 0.0}),
+            ("kq_tanh", "TANH", {}),
+            ("kq_capped", "SCALE", {"scale": cap, "bias": 0.0}),
+        )
+        for name, op, params in steps:
+            before, soft = soft, tensor(name, "F32", n_head, n, rows)
+            capping.append(Node(op, (before,), (soft,), params))
     return [
         Node("VIEW", (cache_v,), (v,), {"view": View(0, v.shape, (n_ctx * width, 1, width))}),
         Node("VIEW", (cache_k,), (k,), {"view": View(0, k.shape, (n_ctx * hd, hd, 1))}),
         Node("PERMUTE", (q,), (by_head,), {"axes": (1, 0, 2)}),
         Node("MUL_MAT", (k, by_head), (scores,)),
-        Node("SOFT_MAX", (scores, mask), (weights,), {"scale": node.params["scale"]}),
+        *capping,
+        Node("SOFT_MAX", (soft, mask), (weights,), {"scale": 1.0 if cap else scale}),
         Node("MUL_MAT", (v, weights), (mixed,)),
         Node("PERMUTE", (mixed,), (merged,), {"axes": (1, 0, 2)}),
         Node("CONT", (merged,), (out,)),

@@ -133,7 +133,8 @@ def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape 
 def _prompt_shape(node: Node, params: Choice, ctx: LowerContext, latent: bool) -> attention_prompt.PromptShape | None:
     # --act f32 keeps floats whole: no f16 in matrices. Nor for queries or F32 caches, which f16 may not hold.
     f32_cache = "F32" in {t.type for t in node.inputs[1:3]}
-    beyond = f32_cache or attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
+    # Nor does the kernel for latent rows know a softcap.
+    beyond = f32_cache or (latent and softcap_of(node) > 0.0) or attention_prompt.queries_f16(node.inputs[0]).name in ctx.f16_scales
     caps = ctx.caps if ctx.act not in ("f32", "f16") and not beyond else dataclasses.replace(ctx.caps, cooperative_matrix=False)
     cache_k, cache_v = node.inputs[1:3]
     ctx = dataclasses.replace(ctx, caps=caps)
@@ -143,6 +144,11 @@ def _prompt_shape(node: Node, params: Choice, ctx: LowerContext, latent: bool) -
 def v_dim(node: Node, cache_v: Tensor) -> int:
     """Values of a row of V."""
     return int(node.params.get("v_dim", cache_v.shape[2]))
+
+
+def softcap_of(node: Node) -> float:
+    """The softcap of scores, 0 without."""
+    return float(node.params.get("softcap", 0.0))
 
 
 def check(node: Node, ctx: LowerContext, cache_k: Tensor, cache_v: Tensor, n_head: int) -> None:

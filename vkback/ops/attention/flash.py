@@ -3,21 +3,21 @@
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
                     [, slots I32 [n], pages I32 [n_slots, max_pages]]
-                    params: scale [, window, v_dim, split_q, page] [, fragments: the order of an F16 output; units: GemmShape of the product
-                    that reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim
-                    values of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
+                    params: scale [, window, softcap, v_dim, split_q, page] [, fragments: the order of an F16 output; units: GemmShape of
+                    the product that reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim values of each row
+                    of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
                     last rot values of each head of Q: of q count the first hd - rot values of a row.
                     With page the caches hold rows of several sequences in pages of so many: row r of token t's sequence is row r % page of
                     page pages[slots[t], r // page] (vkback/ops/attention/paged.py)
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] [, slots, pages] -> the same, cache_k, cache_v
-                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, eps], has_norm,
-                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
+                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, softcap, eps],
+                    has_norm, has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
-A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. hd and
-vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be F32, or Q8_0 or Q4_0, laid out as weights are; its rows are
-then whole units of 32 values.
+A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. With softcap c a
+score s is c tanh(s / c) before the softmax. hd and vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be F32, or
+Q8_0 or Q4_0, laid out as weights are; its rows are then whole units of 32 values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.attention import chain as attention_chain
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.cases import DecodeCases, FlashCases
-from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, v_dim
+from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, softcap_of, v_dim
 from vkback.ops.attention.paged import by_sequence, page_of, paged_inputs, rows_of, token_by_sequence
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
 from vkback.ops.case import Array, Case, Tolerance, f16_values
@@ -226,6 +226,7 @@ def _lower(
         **_unit_order(node, out, ctx),
         "FUSED": int(bool(fused)),
         "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
+        "HAS_SOFTCAP": int(softcap_of(node) > 0.0),
     }
     if fused:
         defines["HEAD_LANES"] = head_lanes
@@ -237,7 +238,7 @@ def _lower(
     args += [Arg(t) for _, t in extra]
     rows = min(rows_in_use, window) if window else rows_in_use
     push: list[int | float] = [n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E]
-    push.append(float(node.params.get("eps", 0.0)))
+    push += [float(node.params.get("eps", 0.0)), softcap_of(node) * LOG2_E]
     if page:
         defines["PAGE"] = page
         push.append(dict(extra)["pages"].shape[1])
@@ -291,6 +292,7 @@ def prompt_problem(node: Node) -> attention_prompt.PromptProblem:
         fragments=bool(node.params.get("fragments")),
         v_dim=v_dim(node, cache_v),
         q_pe=extra.get("q_pe"),
+        softcap=softcap_of(node),
     )
 
 
@@ -358,6 +360,7 @@ class FlashAttnExt(FlashCases):
         q, (cache_k, cache_v, pos) = np.asarray(inputs[0], np.float64), inputs[1:4]
         cache_v = cache_v[..., : params.get("v_dim", cache_v.shape[-1])]
         sinks = np.asarray(inputs[4], np.float64) if len(inputs) > 4 else None
+        softcap = float(params.get("softcap", 0.0))
         n, n_head, _ = q.shape
         n_head_kv = cache_k.shape[0]
         out = np.zeros((n, n_head, cache_v.shape[-1]))
@@ -370,6 +373,7 @@ class FlashAttnExt(FlashCases):
             kv = head * n_head_kv // n_head
             scores = q[real, head] @ np.asarray(cache_k[kv, :rows], np.float64).T * params["scale"]
             scores[np.isinf(scores)] = np.nan
+            scores = scores if not softcap else softcap * np.tanh(scores / softcap)
             scores[hidden] = -np.inf
             top = scores.max(axis=-1, keepdims=True) if sinks is None else np.maximum(scores.max(axis=-1, keepdims=True), sinks[head])
             p = np.exp(scores - top)

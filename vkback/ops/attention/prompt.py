@@ -81,6 +81,7 @@ class PromptProblem:
     fragments: bool = False
     v_dim: int = 0  # 0: as wide as K
     q_pe: Tensor | None = None
+    softcap: float = 0.0  # of scores, 0: none
 
     @property
     def group(self) -> int:
@@ -311,7 +312,7 @@ def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason
             *q_pe,
             *overflow,
         ),
-        push=pack_push(n, n_head, n_head_kv, n_ctx, problem.window, y_stride, problem.scale * LOG2_E),
+        push=pack_push(n, n_head, n_head_kv, n_ctx, problem.window, y_stride, problem.scale * LOG2_E, problem.softcap * LOG2_E),
         groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
         label=problem.name,
@@ -356,6 +357,7 @@ def plain_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities)
         "USE_SHUFFLES": int(shape.use_shuffles),
         "OUT_TYPE": f"{OUT_TYPES[problem.y.type]}u",
         "HAS_SINKS": int(problem.sinks is not None),
+        "HAS_SOFTCAP": int(problem.softcap > 0.0),
     }
     return Variant.of("attention/prompt/prompt.comp", defines, subgroup_size=subgroup)
 
@@ -372,6 +374,7 @@ def matrix_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities
         "ROW_LANES": shape.row_lanes,
         "K_TYPE": CACHE_TYPES[problem.cache_k.type],
         "V_TYPE": CACHE_TYPES[problem.cache_v.type],
+        "HAS_SOFTCAP": int(problem.softcap > 0.0),
     }
     return Variant.of("attention/prompt/prompt_matrix.comp", spec=spec, subgroup_size=required_subgroup(caps))
 
