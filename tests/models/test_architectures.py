@@ -134,6 +134,14 @@ TOKENS = [
     gpt2("gpt2-xl-Q8_0", "gpt2 1.5B Q8_0", 48),
     gemma3("gemma3-1b-Q4_K_M", "gemma3 1B Q4_K - Medium", 26),
     gemma3("gemma3-4b-Q4_K_M", "gemma3 4B Q4_K - Medium", 34),
+    # The cap of logits is three stages: they are divided by it, tanh, multiplied.
+    Token(
+        "gemma2-2b-Q8_0",
+        "gemma2 2B Q8_0",
+        1 + 5 * 26 + 2 + 3,
+        barriers=6,
+        layer=GEMMA3.replace("Qcur_rope-1.qkv Qcur_rope-1.qkv", "Qcur_rope-1.qkv"),
+    ),
     # 31 of 80 layers have no attention.
     Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),
     Token("gpt-oss-20b-MXFP4", "gpt-oss 20B MXFP4 MoE", 1 + 7 * 24 + 2, layer=GPT_OSS, ops=GPT_OSS_OPS, all_ops=True),
@@ -233,6 +241,7 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("smollm3", {"block_count": 36}, "3B"),
         ("llama", {"block_count": 56, "expert_count": 8}, "8x22B"),
         ("llama", {"block_count": 88}, "?B"),
+        ("gemma2", {"block_count": 42}, "9B"),
         ("granite", {"block_count": 40}, "3B"),
         ("granitemoe", {"block_count": 24}, "?B"),
         ("mistral3", {"block_count": 26}, "3B"),
@@ -347,6 +356,8 @@ REFUSED = [
     keys("gemma3", r"gemma3\.attention\.sliding_window is 0 or missing", attention__sliding_window=None),
     *lacking("gemma3", "blk.2.post_ffw_norm.weight"),
     cut("gemma3", "blk.1.attn_q.weight", "159, 96", "160, 96"),
+    *lacking("gemma2", "blk.4.post_attention_norm.weight"),
+    keys("gemma2", r"attn_logit_softcapping is -1\.0, expected a positive number", attn_logit_softcapping=-1.0),
     keys(
         "gemma3", r"sliding_window_pattern is 2 values, expected one for each of 7 layers", attention__sliding_window_pattern=[True, False]
     ),

@@ -105,6 +105,22 @@ def test_windows_of_olmo3_and_exaone4_and_cohere2(tiny: Tiny) -> None:
     assert [nodes_of(turned)[f"kqv_out-{il}"].params.get("window", 0) for il in range(5)] == [0, 9, 9, 9, 9]
 
 
+def test_gemma2_caps_scores_and_logits(tiny: Tiny) -> None:
+    path = tiny("tiny-gemma2")
+    nodes = nodes_of(path)
+    assert [nodes[f"kqv_out-{il}"].params.get("window", 0) for il in range(5)] == [9, 0, 9, 0, 9]
+    assert all(nodes[f"kqv_out-{il}"].params["softcap"] == 2.0 for il in range(5)) and nodes["result_output"].params["scale"] == 12.0
+    token = fuse(Model.open(path).graph(1, 64, head="last"), planned_for("nvidia_h200_linux"))
+    assert [n.params["softcap"] for n in token if n.op in ("FLASH_ATTN_EXT", "ATTN_DECODE")] == [2.0] * 5
+    trained = training_graph(Model.open(path).graph(8, 8, head="all")).forward.nodes
+    assert [n.params["softcap"] for n in trained if n.op == "FLASH_ATTN_LSE"] == [2.0] * 5
+    caps = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+    old = nodes_of(changed(path, metadata=dict.fromkeys(caps)))
+    assert old["kqv_out-0"].params == {"scale": 0.25, "window": 4096, "softcap": 50.0} and old["result_output"].params["scale"] == 30.0
+    wide = Model.of(outline("gemma2-27b-Q8_0"))
+    assert wide.hp.attn_scale == pytest.approx((4608 / 32) ** -0.5) and wide.description == "gemma2 27B Q8_0"
+
+
 def test_the_magnitude_of_olmo3_s_yarn_is_the_file_s(tiny: Tiny) -> None:
     own = nodes_of(tiny("tiny-olmo3"))["Qcur_rope-3"].params["attn_factor"]
     assert own * (1 + 0.1 * np.log(8)) == pytest.approx(1.3)

@@ -31,7 +31,7 @@ from vkback.train.steps import DeviceSteps
 from vkback.train.trainer import Settings, StepTrainer, TrainError, lora_of
 from vkback.tuning.lookup import Overrides, Tuning
 
-ARCHES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2", "phi3", "smollm3")
+ARCHES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gpt2", "phi3", "smollm3")
 CTX, BATCH = 12, 2
 
 

@@ -176,6 +176,14 @@ def post_norms(f: Checkpoint, state: State, il: int) -> None:
     state[f"{theirs}.post_feedforward_layernorm.weight"] = f[f"{ours}.post_ffw_norm.weight"]
 
 
+def gemma_norms(f: Checkpoint, state: State, il: int) -> None:
+    """Norms of a Gemma layer beside the first: of what attention adds, before the feed-forward, of what that adds."""
+    ours, theirs = f"blk.{il}", f"model.layers.{il}"
+    state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.post_attention_norm.weight"]
+    state[f"{theirs}.pre_feedforward_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
+    state[f"{theirs}.post_feedforward_layernorm.weight"] = f[f"{ours}.post_ffw_norm.weight"]
+
+
 def feed_forward(f: Checkpoint, state: State, il: int, *, norm: str = "ffn_norm") -> None:
     """Norm and the three matrices of a dense gated feed-forward. norm: its name in the file, "" without one."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}"

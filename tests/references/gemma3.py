@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from references.common import Checkpoint, Logits, attention, config, fill, outer, qk_norms, run
+from references.common import Checkpoint, Logits, attention, config, fill, gemma_norms, outer, qk_norms, run
 
 
 def logits(path: Path, tokens: list[int]) -> Logits:
@@ -30,13 +30,10 @@ def logits(path: Path, tokens: list[int]) -> Logits:
     )
     state = outer(f)
     for il in range(n_layer):
-        ours, theirs = f"blk.{il}", f"model.layers.{il}"
         attention(f, state, il)
         qk_norms(f, state, il)
-        state[f"{theirs}.post_attention_layernorm.weight"] = f[f"{ours}.post_attention_norm.weight"]
-        state[f"{theirs}.pre_feedforward_layernorm.weight"] = f[f"{ours}.ffn_norm.weight"]
-        state[f"{theirs}.post_feedforward_layernorm.weight"] = f[f"{ours}.post_ffw_norm.weight"]
+        gemma_norms(f, state, il)
         for which in ("gate", "up", "down"):
-            f.linear(state, f"{theirs}.mlp.{which}_proj", f"{ours}.ffn_{which}")
+            f.linear(state, f"model.layers.{il}.mlp.{which}_proj", f"blk.{il}.ffn_{which}")
     state |= {name: t - 1 for name, t in state.items() if "norm" in name}
     return run(fill(Gemma3ForCausalLM(Gemma3TextConfig(**given)), f, state), tokens)

@@ -107,6 +107,7 @@ def attention(
     qk_norm_of: QkNormOf = "head",
     sinks: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd].
 
@@ -115,6 +116,7 @@ def attention(
     qk_norm  the norm of Q and K, of what qk_norm_of says
     sinks    every head has an attention sink
     window   rows that a token sees; 0: all so far
+    softcap  c of the scores c tanh(s / c); 0: they are s
     """
     heads = heads or b.hp.heads
 
@@ -135,7 +137,8 @@ def attention(
     cache_k, cache_v = b.store(k, f"cache_k_l{il}"), b.store(v, f"cache_v_l{il}")
     q = placed(q, heads.n, "Qcur", "attn_q_norm")
     weights = (b.hp.weight(f"blk.{il}.attn_sinks.weight", (heads.n,)),) if sinks else ()
-    params = {"window": window} if window else {}
+    params: dict[str, int | float] = {"window": window} if window else {}
+    params |= {"softcap": softcap} if softcap else {}
     out = b.attend(q, cache_k, cache_v, *weights, width=heads.n * heads.dim_v, il=il, **params)
     return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
 
@@ -191,6 +194,19 @@ def post_norm_layer(
     y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
     x = b.add(y, x, f"ffn_inp-{il}")
     y = feed_forward(b, x, il, glu=glu)
+    y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
+    return b.add(y, x, f"l_out-{il}")
+
+
+def pre_post_norm_layer(
+    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm: Norm | None = None, window: int = 0, softcap: float = 0.0, glu: Glu
+) -> Tensor:
+    """Layer `il` whose attention and feed-forward read the RMS-normed residual stream and are normed once more before they are added."""
+    y = attention(b, attention_norm(b, x, il), il, rope=rope, qk_norm=qk_norm, window=window, softcap=softcap)
+    y, x = b.last_token(y, il, "attn_out_last"), b.last_token(x, il, "attn_inp_last")
+    y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
+    x = b.add(y, x, f"sa_out-{il}")
+    y = feed_forward(b, feed_forward_norm(b, x, il), il, glu=glu)
     y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
     return b.add(y, x, f"l_out-{il}")
 

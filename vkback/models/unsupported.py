@@ -10,7 +10,6 @@ ALIBI = "attention biases by distance (ALiBi)"
 DELTA_NET = "layers of a gated delta net"
 ONE_PART = "layers that are a Mamba-2 block, attention or a feed-forward with squared ReLU alone"
 SHORT_CONVOLUTION = "layers of a short convolution with a state"
-SOFTCAP = "a softcap in attention"
 
 LACKS: dict[str, str] = {
     **dict.fromkeys(("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"), ENCODER),
@@ -20,7 +19,7 @@ LACKS: dict[str, str] = {
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA_NET),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ONE_PART),
     **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
-    **dict.fromkeys(("gemma2", "grok"), SOFTCAP),
+    "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
     "ernie4_5-moe": "a bias for the choice of experts by a softmax",
     "gemma3n": "four residual streams (AltUp) and per-layer embeddings",

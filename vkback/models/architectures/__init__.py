@@ -11,6 +11,7 @@ NAMES = (
     "ernie4_5",
     "exaone4",
     "falcon_h1",
+    "gemma2",
     "gemma3",
     "glm4moe",
     "gpt2",

@@ -15,7 +15,7 @@ from typing import ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
-from vkback.models.blocks import Glu, attention, attention_norm, feed_forward, feed_forward_norm, rms_norm
+from vkback.models.blocks import Glu, pre_post_norm_layer, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 
@@ -86,13 +86,7 @@ class Gemma3(Architecture):
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
         rope, window = (self.hp.rope, 0) if self.sees_all[il] else (self.local_rope, self.hp.window)
-        y = attention(b, attention_norm(b, x, il), il, rope=rope, qk_norm=rms_norm, window=window)
-        y, x = b.last_token(y, il, "attn_out_last"), b.last_token(x, il, "attn_inp_last")
-        y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
-        x = b.add(y, x, f"sa_out-{il}")
-        y = feed_forward(b, feed_forward_norm(b, x, il), il, glu=Glu("GEGLU"))
-        y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
-        return b.add(y, x, f"l_out-{il}")
+        return pre_post_norm_layer(b, x, il, rope=rope, qk_norm=rms_norm, window=window, glu=Glu("GEGLU"))
 
     @classmethod
     def layer_tensors(cls, s: ModelShape) -> Tensors:
