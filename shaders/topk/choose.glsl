@@ -9,25 +9,28 @@
 // barrier inside. With threads to spare, up to 8 neighbours share the counting for one expert. More than BLOCK experts are first ranked within
 // blocks of BLOCK; the first of each block, the candidates, are then ranked among themselves.
 //
-// Experts are ordered by their logits. With SELECT_BIAS 1, or groups by GROUP_TOP 2, they are ordered by sigmoid(logit) (+ SELECTION_BIAS(e) of
-// the includer); the bias does not enter the weights. With N_GROUP > 1, groups of neighbouring experts are chosen first: the GROUPS_USED groups
+// Experts are ordered by their logits. With SELECT_BIAS 1, or groups by GROUP_TOP 2, they are ordered by sigmoid(logit), or with GATE 0 and 1 by
+// their softmax over all, (+ SELECTION_BIAS(e) of the includer); the bias does not enter the weights. With N_GROUP > 1, groups of neighbouring experts are chosen first: the GROUPS_USED groups
 // with the largest best expert (GROUP_TOP 1) or sum of the two best (GROUP_TOP 2), of equals the lower group.
 // Only their experts can then be chosen.
 //
 // The includer has common/reduce.glsl, LOGIT(token, e), and buffers `float chosen_weights[]` and `int chosen_ids[]`, USED per token.
 // Defines: N_EXPERT USED BLOCK, GATE (0: softmax over the chosen; 1: softmax over all; 2: sigmoid; 3: sigmoid divided by its sum over the
-// chosen), SELECT_BIAS, N_GROUP GROUPS_USED GROUP_TOP. SELECT_BIAS and GROUP_TOP 2 require GATE 2 or 3
+// chosen), SELECT_BIAS, N_GROUP GROUPS_USED GROUP_TOP. GROUP_TOP 2 requires GATE 2 or 3; a softmax
+// with SELECT_BIAS, N_GROUP 1
 
 #include "topk/best.glsl"
 
 #define BLOCKS ((N_EXPERT + BLOCK - 1) / BLOCK)
 // Ordered by values from which the logits cannot be recovered.
 #define BY_SELECTION (SELECT_BIAS || (N_GROUP > 1 && GROUP_TOP == 2))
+#define SOFTMAX_SELECTION (SELECT_BIAS && GATE < 2)
 #define BLOCK_CANDIDATES (USED < BLOCK ? USED : BLOCK)
 #define CANDIDATES (BLOCKS > 1 ? BLOCKS * BLOCK_CANDIDATES : 0)
 #define LOGITS_EACH ((BLOCKS * BLOCK + WG_SIZE - 1) / WG_SIZE)
 
-// Lower bound of the sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it.
+// Lower bound of the sum of weights that divides: 2^-14, the smallest normal F16. A softmax over at most 16384 experts is always above it, unless
+// a bias chose others than the largest.
 const float MIN_SUM = 6.103515625e-5;
 
 // Keys in quads: first those of the experts, then those of the candidates. Keys past the end of either are 0, which comes before nothing.
@@ -90,9 +93,15 @@ uint rank_of(uint first, uint quads, uint i, uint mine, uint threads, uint threa
     return rank + count_of(bvec4(uvec4(equals) * uvec4(lower)));
 }
 
+#if SOFTMAX_SELECTION
+float logit_max, exp_sum;  // of all experts: their largest logit, and the sum of exp(logit - logit_max)
+#endif
+
 // The value by which experts are ordered.
 float selection(float logit, uint e) {
-#if BY_SELECTION && SELECT_BIAS
+#if SOFTMAX_SELECTION
+    return exp(logit - logit_max) / exp_sum + SELECTION_BIAS(min(e, N_EXPERT - 1u));
+#elif BY_SELECTION && SELECT_BIAS
     return 1.0 / (1.0 + exp(-logit)) + SELECTION_BIAS(min(e, N_EXPERT - 1u));
 #elif BY_SELECTION
     return 1.0 / (1.0 + exp(-logit));
@@ -132,6 +141,14 @@ void choose_groups(uint tid) {
 #endif
 
 void choose_experts(uint tid) {
+#if SOFTMAX_SELECTION
+    float largest = own_logits[0];
+    [[unroll]] for (uint j = 1; j < LOGITS_EACH; j++) largest = max(largest, own_logits[j]);
+    logit_max = wg_max(largest);
+    exp_sum = 0.0;
+    [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) exp_sum += tid + j * WG_SIZE < N_EXPERT ? exp(own_logits[j] - logit_max) : 0.0;
+    exp_sum = wg_sum(exp_sum);
+#endif
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) {
         const uint e = tid + j * WG_SIZE;
         if (e < BLOCKS * BLOCK) keys[e >> 2][e & 3u] = e < N_EXPERT ? candidate(selection(own_logits[j], e), e).x : 0u;
@@ -184,8 +201,14 @@ void store_chosen(uint tid, uint token, float scale) {
     for (uint i = tid; i < USED; i += WG_SIZE) chosen_logit[i] = LOGIT(token, chosen_id[i]);
     barrier();
 #endif
+#if SOFTMAX_SELECTION
+    const float highest = logit_max;
+#else
     const float highest = CHOSEN_LOGIT(0);  // also with groups: the best expert of all is in a chosen group
-#if GATE == 1
+#endif
+#if GATE == 1 && SOFTMAX_SELECTION
+    const float sum = exp_sum;
+#elif GATE == 1
     float sum = 0.0;
   #if N_GROUP > 1
     [[unroll]] for (uint j = 0; j < LOGITS_EACH; j++) sum += tid + j * WG_SIZE < N_EXPERT ? exp(own_logits[j] - highest) : 0.0;
@@ -204,6 +227,9 @@ void store_chosen(uint tid, uint token, float scale) {
 #if GATE == 0
         float sum = 0.0;
         for (uint j = 0; j < USED; j++) sum += exp(CHOSEN_LOGIT(j) - highest);
+  #if SOFTMAX_SELECTION
+        sum = max(sum, MIN_SUM * exp_sum);
+  #endif
 #elif GATE == 3
         float sum = 0.0;
         for (uint j = 0; j < USED; j++) sum += 1.0 / (1.0 + exp(-CHOSEN_LOGIT(j)));

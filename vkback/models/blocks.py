@@ -247,7 +247,8 @@ def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
 def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", groups: tuple[int, int] = (1, 1)) -> Tensor:
     """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum.
 
-    gating  how the router weighs the experts it chose (TOPK_MOE); with "sigmoid" the file may have a bias for the choice, exp_probs_b
+    gating  how the router weighs the experts it chose (TOPK_MOE); unless the softmax is over these alone, the file may have a bias for the
+            choice, exp_probs_b
     groups  (of how many groups of experts, how many count)
     """
     hp, g, n = b.hp, b.graph, x.shape[0]
@@ -255,7 +256,7 @@ def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: s
     weights = Tensor(f"ffn_moe_weights-{il}", "F32", (n, hp.n_expert_used))
     ids = Tensor(f"ffn_moe_topk-{il}", "I32", (n, hp.n_expert_used))
     bias = f"blk.{il}.exp_probs_b.bias"
-    sources = (logits, *([hp.weight(bias, (hp.n_expert,))] if gating == "sigmoid" and hp.has_weight(bias) else []))
+    sources = (logits, *([hp.weight(bias, (hp.n_expert,))] if gating != "softmax_weight" and hp.has_weight(bias) else []))
     grouped = {"n_group": groups[0], "n_group_used": groups[1]} if groups[0] > 1 else {}
     g.add("TOPK_MOE", sources, (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=hp.expert_scale, **grouped)
     shared = b.view(x, (n, 1, hp.n_embd))

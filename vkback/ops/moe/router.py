@@ -114,6 +114,7 @@ class MoeRouter(Op):
             yield self.build_case(n_expert, k, n_used, norm, gating, bias, seed)
         yield self.build_case(64, 256, 6, True, "sigmoid", False, 9, True, 8, 4)
         yield self.build_case(160, 512, 6, False, "softmax", False, 10, False, 8, 3)
+        yield self.build_case(64, 256, 6, True, "softmax", False, 11, True)
 
     def full_cases(self) -> Iterator[Case]:
         experts = ((8, 2), (9, 9), (32, 4), (128, 8), (256, 8), (512, 10))

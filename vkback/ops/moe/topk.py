@@ -6,9 +6,10 @@ TOPK_MOE  logits F32 [n, n_expert] [, bias F32 [n_expert]] -> weights F32 [n, n_
           The n_used largest logits, largest first, of equals the lower id first. gating "softmax": their share of the softmax over
           all experts, with norm over the chosen; "softmax_weight": softmax over the chosen; "sigmoid": the logistic function, with
           norm divided by the sum. Sums are clamped to at least 2^-14 before they divide; scale multiplies at the end.
-          bias (sigmoid alone): experts are ordered by sigmoid plus bias; weights are without it. n_group: of so many groups of
+          bias: experts are ordered by sigmoid, or softmax over all, plus bias; weights are without it. n_group: of so many groups of
           neighbouring experts, the n_group_used best ones' experts alone count. A group is as good as its best logit (softmax:
-          DeepSeek-V2), or as the sum of the two best values that experts are ordered by (sigmoid: DeepSeek-V3).
+          DeepSeek-V2), or as the sum of the two best values that experts are ordered by (sigmoid: DeepSeek-V3). Neither goes with a
+          softmax over the chosen, groups not with a softmax and a bias.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ class ExpertChoice:
 
     @property
     def sums_all(self) -> bool:
-        """Whether it reduces over all experts: a softmax over them."""
-        return self.gate == GATES["softmax", False]
+        """Whether it reduces over all experts: a softmax over them that weighs or orders."""
+        return self.gate == GATES["softmax", False] or (self.bias and self.gate not in SIGMOIDS)
 
     @property
     def defines(self) -> Defines:
@@ -228,9 +229,13 @@ def expert_choice(node: Node, logits: Tensor, ctx: LowerContext, *, bias: Tensor
         raise PlanError(f"[topk] {node.name}: unknown gating {node.params['gating']!r}, expected one of {known}")
     if not 1 <= n_used <= n_expert:
         raise PlanError(f"[topk] {node.name}: {n_used} of {n_expert} experts; expected at least 1 and at most all of them")
-    if bias is not None and (gate not in SIGMOIDS or bias.elements != n_expert):
-        raise PlanError(f"[topk] {node.name}: bias {bias} with gating {node.params['gating']!r}; expected sigmoid and {n_expert} values")
     groups = int(node.params.get("n_group", 1)), int(node.params.get("n_group_used", 1))
+    fits = gate in SIGMOIDS or (node.params["gating"] == "softmax" and groups[0] == 1)
+    if bias is not None and not (fits and bias.elements == n_expert):
+        raise PlanError(
+            f"[topk] {node.name}: bias {bias} with gating {node.params['gating']!r} and {groups[0]} groups; expected {n_expert} values, "
+            "and sigmoid, or softmax and no groups"
+        )
     if groups_problem(n_expert, n_used, *groups):
         raise PlanError(f"[topk] {node.name}: {groups_problem(n_expert, n_used, *groups)}")
     block = min(topk_choice(node, logits, ctx)["block"], ceil_div(n_expert, 4) * 4)
@@ -263,7 +268,7 @@ def order_of(logits: Array, bias: Sequence[Array], params: Mapping[str, Any]) ->
     n_group, sigmoid = params.get("n_group", 1), params["gating"] == "sigmoid"
     order = logits
     if bias or (n_group > 1 and sigmoid):
-        order = 1.0 / (1.0 + np.exp(-logits)) + (np.asarray(bias[0], np.float64) if bias else 0.0)
+        order = (1.0 / (1.0 + np.exp(-logits)) if sigmoid else softmax(logits)) + (np.asarray(bias[0], np.float64) if bias else 0.0)
     if n_group == 1:
         return order
     grouped = order.reshape(len(order), n_group, -1)
@@ -364,6 +369,11 @@ class TopkMoe(Op):
                 (2, 160, 6, True, "softmax", False, (8, 3)),
                 (3, 24, 4, True, "sigmoid", False, (4, 1)),
                 (2, 320, 20, False, "sigmoid", True, (2, 2)),
+                (3, 64, 6, True, "softmax", True, (1, 1)),
+                (3, 64, 1, True, "softmax", True, (1, 1)),
+                (2, 160, 6, False, "softmax", True, (1, 1)),
+                (2, 511, 10, True, "softmax", True, (1, 1)),
+                (1, 7, 3, True, "softmax", True, (1, 1)),
             ),
             20,
         ):
@@ -393,7 +403,7 @@ class TopkMoe(Op):
         for (n_expert, used), n, norm, bias, groups in product(experts[5:], (1, 22), both, both, ((1, 1), (4, 4), (8, 4))):
             if not groups_problem(n_expert, used, *groups):
                 yield self.build_case(n, n_expert, used, norm, "sigmoid", 2.0, False, 1, bias, *groups)
-                yield self.build_case(n, n_expert, used, norm, "softmax", 2.0, False, 1, False, *groups)
+                yield self.build_case(n, n_expert, used, norm, "softmax", 2.0, False, 1, bias and groups[0] == 1, *groups)
 
     def perf_cases(self) -> Iterator[Case]:
         for n in (1, 512):
@@ -413,7 +423,8 @@ class TopkMoe(Op):
         n_group: int = 1,
         n_group_used: int = 1,
     ) -> Case:
-        """ties: the logits are whole numbers."""
+        """ties: the logits are whole numbers. With a softmax and a bias the last expert has a bias that no weight outbids, and in the first
+        token a weight of no size."""
 
         groups = {"n_group": n_group, "n_group_used": n_group_used} if n_group > 1 else {}
 
@@ -427,6 +438,8 @@ class TopkMoe(Op):
             if bias:
                 inputs.append(Tensor("bias", "F32", (n_expert,), "weight"))
                 values["bias"] = rng.uniform(-0.3, 0.3, n_expert).astype(np.float32)
+                if gating == "softmax":
+                    values["bias"][-1], values[logits.name][0, -1] = 2.0, -30.0
             return Problem(Node(self.name, tuple(inputs), outs, params), values)
 
         shown = {"n": n, "n_expert": n_expert, "n_used": n_used, "norm": norm, "gating": gating, "scale": scale, "ties": ties}
