@@ -156,6 +156,14 @@ TOKENS = [
     Token("qwen3vlmoe-30b-a3b-Q8_0", "qwen3vlmoe 30B.A3B Q8_0", 1 + 6 * 48 + 2),
     Token("ernie-4.5-0.3b-Q8_0", "ernie4_5 0.3B Q8_0", 1 + 5 * 18 + 2, layer=ALIKE),
     # The first layer is dense.
+    Token(
+        "ernie-4.5-21b-a3b-Q8_0:4",
+        "",
+        1 + 6 + 7 * 3 + 2,
+        barriers=6,
+        layer=f"{ALIKE.partition(' | ffn_swiglu')[0]} | ffn_shexp_swiglu-1 ffn_moe_logits-1 | ffn_shexp_swiglu-1.q8_1 ffn_moe_swiglu-1"
+        " | ffn_shared-1 ffn_moe_swiglu-1.q8_1 | l_out-1",
+    ),
     Token("glm-4.5-air-Q8_0:4", "", 1 + 5 + 6 * 3 + 2, barriers=6, layer=SHARED),
     Token(
         "minimax-m2-230b-a10b-Q8_0:4",
@@ -251,6 +259,7 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("qwen3vl", {"block_count": 36, "embedding_length": 4096}, "8B"),
         ("qwen3vl", {"block_count": 40}, "?B"),
         ("qwen3vlmoe", {"block_count": 94}, "235B.A22B"),
+        ("ernie4_5-moe", {"block_count": 54}, "300B.A47B"),
         ("glm4moe", {"block_count": 47, "nextn_predict_layers": 1}, "106B.A12B"),
         ("glm4moe", {"block_count": 93, "nextn_predict_layers": 1}, "355B.A32B"),
         ("minimax-m2", {"block_count": 62}, "230B.A10B"),
@@ -398,6 +407,7 @@ REFUSED = [
     keys("glm4moe", r"nextn_predict_layers is 3, expected less than the 3 blocks of the file", nextn_predict_layers=3),
     keys("glm4moe", r"expert_count is 0 or missing", expert_count=None, expert_used_count=None),
     *lacking("glm4moe-large", "blk.1.attn_q_norm.weight", "blk.2.exp_probs_b.bias", "blk.1.attn_k.bias"),
+    *lacking("ernie4-5-moe", "blk.1.ffn_up_shexp.weight", "blk.0.ffn_up.weight"),
     *lacking("minimax-m2", "blk.1.exp_probs_b.bias", "blk.0.attn_k_norm.weight"),
     cut("minimax-m2", "blk.1.attn_q_norm.weight", "159", "160"),
     keys("olmo2", r"tensor blk\.0\.attn_q\.weight has shape \[96, 96\], the hyperparameters say \[192, 96\]", attention__key_length=64),
@@ -446,6 +456,9 @@ def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], 
         # Sigmoids, a bias and groups in the router's product and in the experts'.
         ("deepseek2-sigmoid", "q8_1", "gemv", 1),
         ("deepseek2-sigmoid", "q8_1", "experts", 1),
+        # A softmax over all and a bias.
+        ("ernie4-5-moe", "q8_1", "gemv", 1),
+        ("ernie4-5-moe", "q8_1", "experts", 1),
     ],
     indirect=["barrier_free"],
 )

@@ -78,6 +78,18 @@ def test_the_blocks_of_glm4moe_that_predict_further_tokens_stay_unread(tiny: Tin
     assert graph.nodes == two.graph(1, 32, head="last").nodes
 
 
+def test_ernie_has_experts_in_every_other_layer_and_may_lack_the_bias(tiny: Tiny) -> None:
+    path = tiny("tiny-ernie4-5-moe")
+    nodes = nodes_of(path)
+    assert [f"ffn_moe_topk-{il}" in {t.name for n in nodes.values() for t in n.outputs} for il in range(4)] == [False, True, False, True]
+    route = nodes["ffn_moe_weights-1"]
+    assert route.params["gating"] == "softmax" and route.params["norm"] and route.inputs[1].name == "blk.1.exp_probs_b.bias"
+    without = changed(path, without=["blk.1.exp_probs_b.bias", "blk.3.exp_probs_b.bias"])
+    assert len(nodes_of(without)["ffn_moe_weights-1"].inputs) == 1
+    counted = changed(path, metadata={"expert_shared_feed_forward_length": None})
+    assert nodes_of(counted)["ffn_shexp_gate-1"].outputs[0].shape == (1, 192)
+
+
 @pytest.mark.vulkan
 def test_glm4moe_runs_without_its_last_block(tiny: Tiny, device: Device) -> None:
     path = changed(tiny("tiny-glm4moe"), metadata={"nextn_predict_layers": 1})

@@ -21,7 +21,6 @@ LACKS: dict[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
-    "ernie4_5-moe": "a bias for the choice of experts by a softmax",
     "gemma3n": "four residual streams (AltUp) and per-layer embeddings",
     "gemma4": "layers with other head sizes and bases than the rest, shared KV layers and per-layer embeddings",
     "glm-dsa": "an indexer that chooses the rows which attention reads",

@@ -9,6 +9,7 @@ NAMES = (
     "deci",
     "deepseek2",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
     "falcon_h1",
     "gemma2",
