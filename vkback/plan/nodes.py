@@ -64,4 +64,4 @@ def rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index],
 
 def tokens_of(nodes: Sequence[Node]) -> int:
     """How many tokens go through a graph at once."""
-    return next((t.shape[0] for node in nodes for t in node.inputs if t.name == "pos"), 1)
+    return next((t.shape[0] for node in nodes for t in node.inputs if t.name in ("pos", "tokens")), 1)

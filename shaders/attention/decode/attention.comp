@@ -12,7 +12,8 @@
 //               With FUSED, row pos is written first
 //   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
 //               (MLA)
-//   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing
+//   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing. With SPANS I32 [n, 2]: the first and the last row that a
+//               token sees
 //   4  y        F32 [n, n_head * VD], Q8_1 rows (OUT_Q8_1) as in docs/weight_layout.md, or F16 in unit order (OUT_UNITS; gemm/units.glsl)
 //   5  partial  scratch of the splits: for each (token tile, head group, split) QUERIES * VD / 4 vec4 of sums,
 //               then QUERIES vec2 (max, sum of weights)
@@ -38,8 +39,8 @@
 // tokens.
 //
 // Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES USE_SHUFFLES SPLITS READERS MERGE_QUERIES
-// HAS_SINKS HAS_SOFTCAP OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS ROPE_NEOX]
-// [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
+// HAS_SINKS HAS_SOFTCAP SPANS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM HEAD_LANES ROPE_PAIRS
+// ROPE_NEOX] [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define K_COLS (HD / 8)
@@ -240,9 +241,15 @@ void main() {
     page_table = uint(slots[min(token0, p.n - 1u)]) * p.max_pages;
 #endif
     [[unroll]] for (uint t = 0; t < TOKENS; t++) {
+#if SPANS
+        const ivec2 span = token0 + t < p.n ? ivec2(pos[2 * (token0 + t)], pos[2 * (token0 + t) + 1]) : ivec2(0, -1);
+        row_end[t] = min(uint(span.y + 1), p.n_ctx);
+        row_first[t] = uint(span.x);
+#else
         const int at = token0 + t < p.n ? pos[token0 + t] : -1;
         row_end[t] = min(uint(at + 1), p.n_ctx);
         row_first[t] = p.window > 0 && row_end[t] > p.window ? row_end[t] - p.window : 0;
+#endif
         if (row_end[t] > 0) lo = min(lo, row_first[t]);
         hi = max(hi, row_end[t]);
     }
@@ -274,7 +281,11 @@ void main() {
 #ifdef PAGE
         if (slots[t] == slots[token0])
 #endif
+#if SPANS
+        first_new = 0;  // all rows are of this step
+#else
         first_new = min(first_new, uint(pos[t]));  // of padding it is 2^32 - 1
+#endif
     const bool loaded = lo + ROWS <= first_new;
     find_pages(lo);
     if (loaded) {

@@ -16,7 +16,7 @@
 //                   a CPU driver a load costs one instruction per lane, a shuffle one for all
 //   USE_SHUFFLES 0  blocks of K and V pass through shared memory as f32; threads with the same part read the same address (a broadcast)
 //
-// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS USE_SHUFFLES OUT_TYPE HAS_SINKS HAS_SOFTCAP;
+// Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] LANES QUERIES ROWS USE_SHUFFLES OUT_TYPE HAS_SINKS HAS_SOFTCAP SPANS;
 // WG_SIZE and the others of common/reduce.glsl
 
 #define QUADS (HD / 4 / LANES)        // quads of a query that a thread holds

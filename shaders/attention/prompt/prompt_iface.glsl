@@ -3,7 +3,7 @@
 //   binding 0  q F32 [n, n_head, HD]
 //   binding 1  cache_k F16, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_load.glsl)
 //   binding 2  cache_v, the same (V_TYPE)
-//   binding 3  pos I32 [n]; -1: padding, whose output is zero
+//   binding 3  pos I32 [n]; -1: padding, whose output is zero. With SPANS I32 [n, 2]: the first and the last row that a token sees
 //   binding 4  y: F32 [n, n_head * HD], Q8_1 rows, or packed F16 (gemm/matrix.glsl): rows of y_stride 16-byte words or, from
 //              prompt_matrix.comp only, fragments, y_stride words for FN tokens
 //   binding 5  sinks F32 [n_head] (HAS_SINKS); otherwise unused, any buffer
@@ -54,6 +54,10 @@ uint head_of(uint query) { return gl_WorkGroupID.y * group_heads() + query % gro
 // (first, end) of the rows that a query sees; (0, 0): none.
 uvec2 visible_rows(uint query) {
     const uint token = token_of(query);
+    if (SPANS != 0) {
+        const uint last = token < p.n ? uint(pos[2u * token + 1u] + 1) : 0u;
+        return last > 0u ? uvec2(uint(pos[2u * token]), min(last, p.n_ctx)) : uvec2(0u);
+    }
     const int at = token < p.n ? pos[token] : -1;
     const uint end = min(uint(at + 1), p.n_ctx);
     return uvec2(p.window > 0u && end > p.window ? end - p.window : 0u, end);

@@ -28,6 +28,7 @@ layout(constant_id = 11) const uint SPLIT_Q = 0;  // 1: Q is in two tensors
 layout(constant_id = 12) const uint NOPE = 576;  // values of a head of Q in q
 layout(constant_id = 13) const uint Q_PITCH = 576;  // values from row to row of q
 layout(constant_id = 14) const uint K_TYPE = 0;  // CACHE_*
+layout(constant_id = 15) const uint SPANS = 0;  // 1: binding 3 holds the rows that each token sees
 const uint V_TYPE = K_TYPE;
 
 #include "attention/prompt/prompt_iface.glsl"

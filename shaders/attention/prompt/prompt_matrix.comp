@@ -28,6 +28,7 @@ layout(constant_id = 10) const uint ROW_LANES = 0;  // lanes that share a row of
 layout(constant_id = 11) const uint K_TYPE = 0;     // CACHE_*
 layout(constant_id = 12) const uint V_TYPE = 0;
 layout(constant_id = 13) const uint HAS_SOFTCAP = 0;  // 1: scores have a softcap (attention/softcap.glsl)
+layout(constant_id = 14) const uint SPANS = 0;      // 1: binding 3 holds the rows that each token sees
 
 #include "attention/prompt/prompt_iface.glsl"
 #include "attention/softcap.glsl"

@@ -18,14 +18,17 @@ from vkback.ops.op import OPS, Op
 from vkback.ops.rope import angles as rope_angles
 
 
-def random_cache(rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0) -> Array:
-    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere."""
+def random_cache(
+    rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0, first: Sequence[int] = ()
+) -> Array:
+    """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere. first: the
+    first row of each, where they are given."""
     if pos is None:
         return np.zeros(shape, np.float16)
     cache = np.full(shape, np.nan, np.float16)
-    for p in pos:
-        first = max(0, p + 1 - window) if window else 0
-        cache[:, first : p + 1] = 0.0
+    for i, p in enumerate(pos):
+        begin = first[i] if first else max(0, p + 1 - window) if window else 0
+        cache[:, begin : p + 1] = 0.0
     seen = np.isfinite(cache)
     cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
     return cache
@@ -103,6 +106,7 @@ class FlashCases(Op):
         yield from self.quantized_cases()
         yield from self.paged_cases()
         yield from self.softcap_cases()
+        yield from self.span_cases()
 
     def softcap_cases(self) -> Iterator[Case]:
         """Caps that scores reach, which spread over +-3: few tokens with scores in registers and through shared memory, splits, padding,
@@ -120,6 +124,35 @@ class FlashCases(Op):
         ):
             yield self.build_case(4, 2, hd, y=y, kv=depth + n, nb=n, seed=seed, window=window, softcap=1.5)
         yield self.build_case(4, 2, 64, kv=67, nb=37, seed=164, nan_rows=1, softcap=1.5)
+
+    def span_cases(self) -> Iterator[Case]:
+        """Tokens that see the rows of their own text, those after them too: texts side by side, windows that look both ways, padding, one
+        row; few tokens and many, splits, scores in registers and through shared memory, sinks, types, MLA."""
+
+        def texts(*lengths: int, window: int = 0, padding: int = 0) -> dict[str, Any]:
+            """Texts of so many tokens one after another. window: rows that a token sees before and after it, 0: all."""
+            first, last, at = [], [], 0
+            for n in lengths:
+                for i in range(n):
+                    first.append(at + (max(0, i - window) if window else 0))
+                    last.append(at + (min(n - 1, i + window) if window else n - 1))
+                at += n
+            return {"pos": (*last, *[-1] * padding), "first": (*first, *[0] * padding), "n_ctx": at + 3}
+
+        yield self.build_case(4, 4, 64, **texts(1, 2), seed=180)
+        yield self.build_case(4, 2, 32, **texts(5, 1, 7, padding=3), seed=181, y="Q8_1")
+        yield self.build_case(3, 3, 64, **texts(40, 13, 1, padding=10), seed=182)
+        yield self.build_case(3, 1, 32, **texts(100, 27, padding=1), seed=183, y="Q8_1")
+        yield self.build_case(4, 4, 64, **texts(70, 50, window=8, padding=8), seed=184)
+        yield self.build_case(2, 2, 96, **texts(33, 60, 3, window=20), seed=185, sinks=True)
+        yield self.build_case(4, 2, 80, **texts(37, 12, padding=15), seed=186, type_k="f32", type_v="f32")
+        yield self.build_case(4, 2, 64, **texts(37, 12, window=5), seed=187, type_k="q8_0", type_v="q4_0")
+        yield self.build_case(4, 1, 96, **texts(20, 15), seed=188, vd=64, v_view=True, rot=32, q_width=64)
+        yield self.build_case(4, 1, 256, **texts(50, 14, window=9), seed=189)
+        few: dict[str, Any] = {"n_ctx": 640, "pos": (599, 255, 310, -1), "first": (11, 0, 300, 0)}
+        for shape in MANY_SPLITS:
+            yield self.build_case(8, 2, 64, **few, seed=190).where(**shape)
+        yield self.build_case(8, 2, 64, **few, seed=191, sinks=True).where(**LONG_CHUNKS)
 
     def paged_cases(self) -> Iterator[Case]:
         """Tokens of several sequences: one of each, several of one, holes; scores in registers and through shared memory, splits, windows,
@@ -283,6 +316,7 @@ class FlashCases(Op):
         page: int = 0,
         slots: Shape = (),
         softcap: float = 0.0,
+        first: Shape = (),
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
@@ -290,7 +324,8 @@ class FlashCases(Op):
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
         rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
         of F16, they hold one infinity. page: the caches hold several sequences in pages of so many rows, n_ctx being the most of one;
-        slots: that of each token, else each has its own. softcap: of scores, 0: none.
+        slots: that of each token, else each has its own. softcap: of scores, 0: none. first: the first
+        row that each token sees, pos being the last one.
         """
         checked_softcap(softcap)
         vd = vd or hd
@@ -311,6 +346,8 @@ class FlashCases(Op):
             raise CaseLineError(
                 f"page={page}: expected n_ctx={n_ctx} in whole pages, a slot for each of {len(pos)} tokens, rows of numbers"
             )
+        if first and (len(first) != len(pos) or min(first) < 0 or page or window or nan_rows or inf_rows):
+            raise CaseLineError(f"first={list(first)}: expected a row for each of {len(pos)} tokens, no pages, no window, rows of numbers")
         n_rows = (max(slots) + 1) * n_ctx + page if page else n_ctx
 
         def make(rng: np.random.Generator) -> Problem:
@@ -319,13 +356,14 @@ class FlashCases(Op):
             q = Tensor("q", "F32", (n, n_head, q_width or hd), "input")
             cache_k = Tensor("cache_k", kinds[0], (n_head_kv, n_rows, hd), "state")
             cache_v = cache_k if v_view else Tensor("cache_v", kinds[1], (n_head_kv, n_rows, vd), "state")
-            inputs = [q, cache_k, cache_v, Tensor("pos", "I32", (n,), "input")]
-            values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": np.array(pos, np.int32)}
+            places = np.array(list(zip(first, pos, strict=True)) if first else pos, np.int32)
+            inputs = [q, cache_k, cache_v, Tensor("pos", "I32", places.shape, "input")]
+            values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": places}
             for c in (cache_k, cache_v):
                 if page:
                     rows = paged_cache(rng, c, pages, page, list(zip(slots, pos, strict=True)), window)
                 else:
-                    rows = random_cache(rng, c.shape, pos if garbage else None, window)
+                    rows = random_cache(rng, c.shape, pos if garbage else None, window, first)
                 if c is cache_k:
                     rows[0, :nan_rows] = np.nan
                     rows[0, :inf_rows, 0] = np.inf
@@ -357,6 +395,7 @@ class FlashCases(Op):
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {"page": page, "slots": slots} if page else {}
         shown |= {"softcap": softcap} if softcap else {}
+        shown |= {"first": first} if first else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 

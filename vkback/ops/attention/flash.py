@@ -1,6 +1,6 @@
 """FLASH_ATTN_EXT and ATTN_DECODE: attention over a KV cache (shaders/attention).
 
-    FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n]
+    FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n] or [n, 2]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
                     [, slots I32 [n], pages I32 [n_slots, max_pages]]
                     params: scale [, window, softcap, v_dim, split_q, page] [, fragments: the order of an F16 output; units: GemmShape of
@@ -15,9 +15,10 @@
                     has_norm, has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
-A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. With softcap c a
-score s is c tanh(s / c) before the softmax. hd and vd are multiples of 8, vd of 32 where the output is Q8_1. Either cache may be F32, or
-Q8_0 or Q4_0, laid out as weights are; its rows are then whole units of 32 values.
+A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. A pos [n, 2] says
+of each token the first and the last row that it sees, -1 as the last for none: texts side by side, tokens that see what comes after. With
+softcap c a score s is c tanh(s / c) before the softmax. hd and vd are multiples of 8, vd of 32 where the output is Q8_1. A cache may be
+F32, or Q8_0 or Q4_0, laid out as weights are; its rows are then whole units of 32 values.
 """
 
 from __future__ import annotations
@@ -227,6 +228,7 @@ def _lower(
         "FUSED": int(bool(fused)),
         "HAS_SINKS": int(any(role == "sinks" for role, _ in extra)),
         "HAS_SOFTCAP": int(softcap_of(node) > 0.0),
+        "SPANS": int(len(pos.shape) == 2),
     }
     if fused:
         defines["HEAD_LANES"] = head_lanes
@@ -322,7 +324,8 @@ class FlashAttnExt(FlashCases):
     def elementary(self, node: Node, n_kv: int) -> list[Node]:
         """Products with views of the cached rows, and a softmax under a mask between them (attention_chain.py); none with sinks, or where
         the queries come in two parts."""
-        return attention_chain.without_flash(node, n_kv) if len(node.inputs) == 4 and not page_of(node) else []
+        plain = len(node.inputs) == 4 and len(node.inputs[3].shape) == 1 and not page_of(node)
+        return attention_chain.without_flash(node, n_kv) if plain else []
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """That of the chain; a sink adds an exponential and a sum for each row of the softmax."""
@@ -351,6 +354,8 @@ class FlashAttnExt(FlashCases):
         is a logit without a value: it takes its part of a head's softmax away from the rows."""
         if params.get("page"):
             return [by_sequence(self.reference, inputs, params)]
+        if np.ndim(inputs[3]) == 2:
+            return [self._of_spans(inputs, params)]
         if params.get("window") and not params.get("split_q"):
             return [np.concatenate([_attention_in_window(inputs, t, params) for t in range(len(inputs[0]))])]
         if params.get("split_q"):
@@ -380,6 +385,18 @@ class FlashAttnExt(FlashCases):
             total = p.sum(axis=-1, keepdims=True) + (0.0 if sinks is None else np.exp(sinks[head] - top))
             out[real, head] = p / total @ np.asarray(cache_v[kv, :rows], np.float64)
         return [out.reshape(n, -1)]
+
+    def _of_spans(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> Array:
+        """Token by token, each over the rows that it sees: [n, n_head * vd]."""
+        q, cache_k, cache_v, spans, *rest = inputs
+        per_token = rest[-1:] if params.get("split_q") else []
+        shared = rest[: len(rest) - len(per_token)]
+        out = []
+        for t, (first, last) in enumerate(spans):
+            seen, own = slice(int(first), int(last) + 1), [x[t : t + 1] for x in (q, *per_token)]
+            pos = np.array([last - first if last >= 0 else -1])
+            out.append(self.reference([own[0], cache_k[:, seen], cache_v[:, seen], pos, *shared, *own[1:]], params)[0])
+        return np.concatenate(out)
 
     def choose(self, node: Node, ctx: LowerContext) -> AttentionChoice:
         return choose(node, ctx)

@@ -61,7 +61,7 @@ class PromptProblem:
 
     q      F32 [n, n_head, hd]
     cache  K F16, F32, Q8_0 or Q4_0 [n_head_kv, n_ctx, hd]; V the same with v_dim values a row, or with more, of which the first v_dim count
-    pos    I32 [n], -1: padding
+    pos    I32 [n], -1: padding; or I32 [n, 2], the first and the last row that each token sees
     y      F32 or Q8_1 [n, n_head * v_dim], or F16 as `gemm_pack.packed` has it
     sinks  F32 [n_head]
     fragments  an F16 y is in fragment order (`heads_of_fragments` must not be 0); else row-major
@@ -91,6 +91,10 @@ class PromptProblem:
     @property
     def hd(self) -> int:
         return self.cache_k.shape[2]
+
+    @property
+    def spans(self) -> bool:
+        return len(self.pos.shape) == 2
 
     @property
     def vd(self) -> int:
@@ -358,6 +362,7 @@ def plain_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities)
         "OUT_TYPE": f"{OUT_TYPES[problem.y.type]}u",
         "HAS_SINKS": int(problem.sinks is not None),
         "HAS_SOFTCAP": int(problem.softcap > 0.0),
+        "SPANS": int(problem.spans),
     }
     return Variant.of("attention/prompt/prompt.comp", defines, subgroup_size=subgroup)
 
@@ -375,6 +380,7 @@ def matrix_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities
         "K_TYPE": CACHE_TYPES[problem.cache_k.type],
         "V_TYPE": CACHE_TYPES[problem.cache_v.type],
         "HAS_SOFTCAP": int(problem.softcap > 0.0),
+        "SPANS": int(problem.spans),
     }
     return Variant.of("attention/prompt/prompt_matrix.comp", spec=spec, subgroup_size=required_subgroup(caps))
 
@@ -393,6 +399,7 @@ def latent_kernel(problem: PromptProblem, shape: PromptShape, caps: Capabilities
         "NOPE": problem.hd - rot,
         "Q_PITCH": problem.q.shape[-1],
         "K_TYPE": CACHE_TYPES[problem.cache_k.type],
+        "SPANS": int(problem.spans),
     }
     return Variant.of("attention/prompt/prompt_latent.comp", spec=spec, subgroup_size=required_subgroup(caps))
 

@@ -38,7 +38,9 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
         # Without ROPE nothing made a Q for attention alone: the copy that the kernel stores needs a name of its own.
         if not ropes and index.read_once(q_in) and index.read_once(k_in):
             params = {**rope_angles.DEFAULTS, "n_dims": 0}
-            q, k, pos, q_out = q_in, k_in, attention.inputs[3], dataclasses.replace(q_in, name=f"{q_in.name}.heads")
+            place = attention.inputs[3]
+            pos = place if len(place.shape) == 1 else store_k.inputs[1]  # where a token's rows are said, those of the cache are its places
+            q, k, q_out = q_in, k_in, dataclasses.replace(q_in, name=f"{q_in.name}.heads")
         elif len(ropes) == 2 and ropes[0].params == ropes[1].params:
             params = dict(ropes[0].params)
             (q, pos, *rest), k, q_out = ropes[0].inputs, ropes[1].inputs[0], q_in
