@@ -1,8 +1,9 @@
 """The Python interface: models, sessions, and a device for authors of kernels. `import vkback` has all of it."""
 
-from vkback.api.chat_template import ChatTemplateError, Message
+from vkback.api.chat_template import ChatTemplateError
 from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming, devices
 from vkback.api.errors import ModelError
+from vkback.api.messages import Message
 from vkback.api.model import LoadedModel, load
 from vkback.api.options import GenerateOptions
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vkback.api.errors import too_long
+from vkback.api.message import MessageReader
 from vkback.api.options import Options
-from vkback.api.reasoning import ReplyReader
 from vkback.api.result import Chunk, FinishReason, Result, Timings
 from vkback.api.text import GeneratedText
 from vkback.engine.batch.batch import Batch, Request, Took, Update
@@ -57,7 +57,7 @@ class BatchedTexts:
         options: Options,
         constraint: Constraint | None = None,
         *,
-        reader: ReplyReader | None = None,
+        reader: MessageReader | None = None,
         client: str = "",
     ) -> BatchText:
         """Put a text in work. reader: of a reply that has thoughts beside the answer. client: whose it is; clients take turns. Raises

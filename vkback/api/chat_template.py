@@ -13,22 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import Any
 
 from vkback.api import template_process
+from vkback.api.tools.call import Tool
+from vkback.api.tools.conversation import Takes, adapted, takes
 from vkback.errors import VkbackError, did_you_mean
-
-
-class Message(TypedDict, total=False):
-    """role: "system", "user" or "assistant" (a template may know others). content: text, None, or parts of it as OpenAI's clients write
-    them, [{"type": "text", "text": ...}, ...]. A template may know further keys."""
-
-    role: Required[str]
-    content: str | Sequence[Mapping[str, Any]] | None
-    name: str
-    reasoning_content: str
-    tool_calls: Sequence[Mapping[str, Any]]
-    tool_call_id: str
 
 
 class ChatTemplateError(VkbackError):
@@ -210,14 +200,21 @@ def compose(
     bos: str = "",
     eos: str = "",
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Tool] = (),
 ) -> Prompt:
-    """The text of messages, for the assistant to go on: with its next message, or the last one where that is its own.
+    """The text of messages, for the assistant to go on: with its next message, or the last one where that is its own. tools: what it may
+    call.
 
     What a template cannot have is given in another way: a system message, the role "developer", content as a text or in parts.
     Raises ChatTemplateError as `render`.
     """
     conversation = conversation_of(messages)
     given = {"bos_token": bos, "eos_token": eos, **(variables or {})}
+    if tools or any(m["role"] == "tool" or m.get("tool_calls") for m in conversation):
+        has = takes_of(template)
+        conversation = adapted(conversation, tools, has, template)
+        if tools and has.tools:
+            given["tools"] = [tool.plain() for tool in tools]
     if "developer" not in template:
         conversation = [{**m, "role": "system"} if m["role"] == "developer" else m for m in conversation]
     moved = conversation[0]["role"] == "system" and not _takes_system(template)
@@ -282,6 +279,12 @@ def _takes_parts_alone(template: str) -> bool:
     return parts is not None and _NEEDLE in parts
 
 
+@lru_cache(maxsize=32)
+def takes_of(template: str) -> Takes:
+    """What of tools a template has a place for."""
+    return takes(lambda messages, variables: _tried(template, messages, {**_TRIED, **variables}))
+
+
 def _tried_text(template: str, content: Any) -> str | None:
     found = _answer(template, [{"role": "user", "content": content}], _TRIED, SPARE_CHARS)
     return found.get("text")
@@ -289,7 +292,7 @@ def _tried_text(template: str, content: Any) -> str | None:
 
 def _render(template: str, conversation: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], model: str) -> str:
     if "content" in template and _takes_parts_alone(template):
-        conversation = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in conversation]
+        conversation = [{**m, "content": m["content"] and [{"type": "text", "text": m["content"]}]} for m in conversation]
     try:
         length = sum(_length(m) for m in conversation) + _length({k: v for k, v in variables.items() if k not in _TRIED})
     except (TypeError, ValueError, RecursionError) as e:
@@ -308,7 +311,7 @@ def _render(template: str, conversation: Sequence[Mapping[str, Any]], variables:
 
 def _length(given: Mapping[str, Any]) -> int:
     """Characters of a message's content, and of all else as JSON. Raises what json does."""
-    content = given.get("content", "")
+    content = given.get("content") or ""
     rest = {k: v for k, v in given.items() if k not in ("role", "content")}
     return (len(content) if isinstance(content, str) else len(json.dumps(content))) + (len(json.dumps(rest)) if rest else 0)
 

@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,11 +23,14 @@ from vkback.api.batched import BatchedTexts
 from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ModelError, too_long
 from vkback.api.given import Prompt, Prompts
+from vkback.api.message import MessageReader
 from vkback.api.options import GenerateOptions, Options, with_keywords
-from vkback.api.reasoning import Marks, marks_of
+from vkback.api.reasoning import NO_MARKS, Marks, marks_of
 from vkback.api.result import Result
 from vkback.api.session import Session
 from vkback.api.stream import Stream
+from vkback.api.tools.known import GENERAL, format_of
+from vkback.api.tools.use import ToolLike, ToolUse
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.engine import Engine
@@ -152,6 +155,7 @@ class ChatPrompt:
     stops         strings that end the reply beside those requested
     marks         how to tell thoughts and answer apart
     moved_system  the system message stands in the user's, since the template has no place for it
+    use           the tools that the reply may call
     """
 
     ids: list[int]
@@ -159,6 +163,12 @@ class ChatPrompt:
     stops: tuple[str, ...]
     marks: Marks
     moved_system: bool = False
+    use: ToolUse | None = None
+
+    def reader(self, *, json: bool = False) -> MessageReader:
+        """Of a reply. json: it is JSON by a schema, and has no thoughts, unless it may be a call."""
+        marks = NO_MARKS if json and self.use is None else self.marks
+        return MessageReader(marks) if self.use is None else self.use.reader(marks)
 
 
 MOVED_SYSTEM = "the chat template has no place for a system message; it stands before the first message of the user"
@@ -349,10 +359,22 @@ class LoadedModel:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Iterable[ToolLike] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        max_rounds: int = 0,
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` has the rest."""
-        return Session(self, lasting=False).chat(messages, template=template, template_kwargs=template_kwargs, **options)
+        """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` and `Session.chat`
+        have the rest."""
+        return Session(self, lasting=False).chat(
+            messages,
+            template=template,
+            template_kwargs=template_kwargs,
+            tools=tools,
+            tool_choice=tool_choice,
+            max_rounds=max_rounds,
+            **options,
+        )
 
     @with_keywords
     def stream_chat(
@@ -361,10 +383,14 @@ class LoadedModel:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Iterable[ToolLike] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """As `chat`, piece by piece."""
-        return Session(self, lasting=False).stream_chat(messages, template=template, template_kwargs=template_kwargs, **options)
+        return Session(self, lasting=False).stream_chat(
+            messages, template=template, template_kwargs=template_kwargs, tools=tools, tool_choice=tool_choice, **options
+        )
 
     def session(self) -> Session:
         """An empty text that grows, may be saved, loaded and forked."""
@@ -483,25 +509,34 @@ class LoadedModel:
         return ids
 
     def chat_prompt(
-        self, messages: str | Sequence[Mapping[str, Any]], template: str | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+        use: ToolUse | None = None,
     ) -> ChatPrompt:
         """A conversation, or one message of the user, as tokens, up to where the assistant goes on: with its next message, or with the last
-        one where that is its own. variables: of the template, as {"enable_thinking": False}, {"tools": [...]}.
+        one where that is its own. variables: of the template, as {"enable_thinking": False}. use: tools that the reply may call.
 
         Nothing here needs the device, and any thread may call it. Raises ChatTemplateError, and ContextLengthError where it cannot fit.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         variables = chat_template.variables_given(variables)
-        chosen = self.chat_format(template, tools=bool(variables.get("tools")))
+        chosen = self.chat_format(template, tools=use is not None or bool(variables.get("tools")))
         bos, eos = self._spelled_ends
-        prompt = chat_template.compose(chosen.template, messages, model=self.name, bos=bos, eos=eos, variables=variables)
+        tools = tuple(use.tools.values()) if use is not None else ()
+        prompt = chat_template.compose(chosen.template, messages, model=self.name, bos=bos, eos=eos, variables=variables, tools=tools)
         self.require_room(prompt.text)
         ids = self.tokenizer.encode(
             prompt.text, add_bos=False if bos and prompt.text.startswith(bos) else None, add_end=False, parse_special=True
         )
         marks = marks_of(chosen.template, prompt.text, prompt.prefill)
-        return ChatPrompt(ids, prompt.text, chosen.stops, marks, prompt.moved_system)
+        if use is not None:
+            format = format_of(chosen.template) if chat_template.takes_of(chosen.template).tools else GENERAL
+            begun = next((mark for mark in format.begun if prompt.text.rstrip().endswith(mark)), "")
+            marks, use = replace(marks, calls=True), replace(use, format=format, begun=begun)
+        return ChatPrompt(ids, prompt.text, chosen.stops, marks, prompt.moved_system, use)
 
     def warn_of_moved_system(self) -> None:
         """Once."""
@@ -535,6 +570,12 @@ class LoadedModel:
     def constraint(self, schema: Mapping[str, Any] | str | None) -> Constraint | None:
         """What a text of a JSON schema is held to; None without one. Raises ConstraintError for a schema that cannot be compiled."""
         return None if schema is None else self._grammar.constraint(schema)
+
+    def constraint_of(self, prompt: Prompt | ChatPrompt, options: Options) -> Constraint | None:
+        """What a reply to a prompt is held to, by its schema and its tools. Raises ConstraintError."""
+        if isinstance(prompt, ChatPrompt) and prompt.use is not None:
+            return prompt.use.constraint(lambda: self._grammar, prompt.marks, options.json_schema)
+        return self.constraint(options.json_schema)
 
     @contextmanager
     def using(self, what: str, session: Session | None = None, *, keep: bool = False, stepping: bool = False) -> Iterator[Engine]:

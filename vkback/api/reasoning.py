@@ -26,6 +26,9 @@ MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 THOUGHTS = "analysis"
 """The channel."""
 
+TO_TOOL = " to="
+"""In the head of a message to a tool."""
+
 
 @dataclass(frozen=True)
 class Marks:
@@ -34,12 +37,14 @@ class Marks:
     pairs     marks around thoughts that may come first in it
     inside    the end mark of the thoughts that the prompt has begun; "" where it has not
     channels  the reply has channels as gpt-oss writes them; `header` is what the prompt has of the first one's
+    calls     its messages to tools are passed on with their marks, for who reads those
     """
 
     pairs: tuple[tuple[str, str], ...] = PAIRS[:1]
     inside: str = ""
     channels: bool = False
     header: str = ""
+    calls: bool = False
 
     @property
     def none(self) -> bool:
@@ -140,6 +145,10 @@ class ReplyReader:
         """Of a message: <|start|>assistant<|channel|>NAME<|message|>, the first without its beginning."""
         head, found, rest = self._held.partition(MESSAGE)
         if found:
+            if self._marks.calls and TO_TOOL in head:
+                self.answer += f"{REPLY}{head.rpartition(REPLY)[2]}{MESSAGE}"
+                self._held, self._read = rest, self._call
+                return True
             channel = head.rpartition(CHANNEL)[2].split()[:1]
             self._held, self._read = rest, self._channel_thoughts if channel == [THOUGHTS] else self._channel_answer
             told = self.thoughts if channel == [THOUGHTS] else self.answer
@@ -167,6 +176,17 @@ class ReplyReader:
         if ended:
             self._read = self._header
         return ended
+
+    def _call(self, last: bool) -> bool:
+        found = min(((at, mark) for mark in MESSAGE_ENDS if (at := self._held.find(mark)) >= 0), default=None)
+        if found is None:
+            text, _ = self._before(MESSAGE_ENDS, last)
+            self.answer += text
+            return False
+        end = found[0] + len(found[1])
+        self.answer += self._held[:end]
+        self._held, self._read = self._held[end:], self._header
+        return True
 
     def _before(self, marks: tuple[str, ...], last: bool) -> tuple[str, bool]:
         """Take what stands before the first of these marks, and the mark. Without one, all but what may be the beginning of one."""

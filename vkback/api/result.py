@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vkback.api.messages import Message
+from vkback.api.tools.call import ToolCall
+
 FinishReason = Literal["eos", "stop", "length", "context", "closed"]
 """An end-of-text token; a stop string or token, or JSON that is whole; max_tokens; the context is full; the stream was left before any of
 these."""
@@ -53,23 +56,27 @@ class TokenLogprob:
 class Chunk:
     """A piece of a stream: text, and the tokens since the last piece. Part of a character, or of a possible stop string, is held back.
 
-    reasoning  of a chat: a piece of what the model thinks before it answers
+    reasoning   of a chat: a piece of what the model thinks before it answers
+    tool_calls  of a chat with tools: calls that have become whole
     """
 
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
     """A whole generation.
 
-    text       of the tokens; empty where the model's file has no vocabulary
-    tokens     all that were made, an end-of-text token included, of which `text` has nothing
-    seed       gives it again
-    reasoning  of a chat: what the model thought before it answered with `text`, without the marks around it
+    text        of the tokens; empty where the model's file has no vocabulary
+    tokens      all that were made, an end-of-text token included, of which `text` has nothing
+    seed        gives it again
+    reasoning   of a chat: what the model thought before it answered with `text`, without the marks around it
+    tool_calls  of a chat with tools: those that the model calls; they are not in `text`
+    messages    of a chat: what it adds to the conversation, this reply and, with max_rounds, the calls and results before it
     """
 
     text: str
@@ -79,6 +86,8 @@ class Result:
     logprobs: tuple[TokenLogprob, ...] = ()
     seed: int = 0
     reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     def __str__(self) -> str:
         return self.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 from vkback.api import given
 from vkback.api.errors import too_long
 from vkback.api.given import Prompt
+from vkback.api.message import MessageReader
+from vkback.api.messages import Message
 from vkback.api.options import GenerateOptions, Options, with_keywords
-from vkback.api.reasoning import ReplyReader
 from vkback.api.result import Result
 from vkback.api.stream import Stream
+from vkback.api.tools.functions import run
+from vkback.api.tools.use import ToolLike, tool_use
+from vkback.engine.constraint import Constraint
 from vkback.engine.snapshot import Snapshot, StateError, differences, read_state, write_state
 
 if TYPE_CHECKING:
@@ -71,10 +75,39 @@ class Session:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Iterable[ToolLike] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        max_rounds: int = 0,
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """The next message of the assistant; `stream_chat` has the parameters."""
-        return self.stream_chat(messages, template=template, template_kwargs=template_kwargs, **options).finished()
+        """The next message of the assistant; `stream_chat` has the other parameters.
+
+        max_rounds  how often calls of Python functions among the tools are run, and the model goes on with their results, until it calls
+                    none; `tool_choice` is that of the first reply. 0: calls are given back, in `tool_calls`. `messages` of the result has
+                    all that the conversation gains. That arguments do not fit is a result, too; what a function raises is raised
+        """
+        rounds = given.whole("max_rounds", max_rounds, "a whole number, 0 or more", 0)
+        given_tools = None if tools is None else list(tools)
+        functions = {each.__name__: each for each in given_tools or () if callable(each)}
+        added: list[Message] = []
+        choice: str | Mapping[str, Any] = tool_choice
+        while True:
+            conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+            result = self.stream_chat(
+                [*conversation, *added],
+                template=template,
+                template_kwargs=template_kwargs,
+                tools=given_tools,
+                tool_choice=choice,
+                **options,
+            ).finished()
+            added.append(message_of(result))
+            if not result.tool_calls or not rounds:
+                return replace(result, messages=tuple(added))
+            for call in result.tool_calls:
+                added.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": run(functions, call)})
+            rounds -= 1
+            choice = "auto" if choice != "none" else choice
 
     @with_keywords
     def stream_chat(
@@ -83,6 +116,8 @@ class Session:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Iterable[ToolLike] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
         **options: Unpack[GenerateOptions],
     ) -> Stream:
         """The whole conversation as `messages`, or one message of the user. Of the text that the session has, what the conversation begins
@@ -91,28 +126,34 @@ class Session:
 
         template         a jinja2 template, or "plain" or "chatml", in the place of the file's own. The built-in models have none: without
                          one they take `plain`, and stop at "User:"
-        template_kwargs  variables that the template knows, as {"enable_thinking": False} or {"tools": [...], "documents": [...]}
+        template_kwargs  variables that the template knows, as {"enable_thinking": False} or {"documents": [...]}
+        tools            what the reply may call: Python functions, whose schema is made of type hints and docstring; classes of pydantic;
+                         dicts as OpenAI's clients write them, in which `strict` holds arguments to their schema. Calls are in `tool_calls`
+        tool_choice      "auto", "none", "required", or the name of the tool that must be called; the latter two need `vkback[json]`
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
         checked = Options.of(options, self.model.n_vocab)
-        prompt = self.model.chat_prompt(messages, template, template_kwargs)
+        prompt = self.model.chat_prompt(messages, template, template_kwargs, tool_use(tools, tool_choice))
         if prompt.moved_system:
             self.model.warn_of_moved_system()
         if prompt.stops:
             checked = replace(checked, stop=(*checked.stop, *prompt.stops))
-        return self.stream_of("session.chat", prompt.ids, checked, None if checked.json_schema else ReplyReader(prompt.marks))
+        constraint = self.model.constraint_of(prompt, checked)
+        return self.stream_of("session.chat", prompt.ids, checked, constraint, prompt.reader(json=checked.json_schema is not None))
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
         checked = Options.of(options, self.model.n_vocab)
         self.model.require_room(prompt)
-        return self.stream_of("session.stream_from", self.model.ids(prompt, start=True), checked)
-
-    def stream_of(self, what: str, ids: list[int], checked: Options, reader: ReplyReader | None = None) -> Stream:
-        """As `stream_from`, of ids and options that are checked. what: the call, for errors. reader: of a reply that has
-        thoughts beside the answer."""
         constraint = self.model.constraint(checked.json_schema)
+        return self.stream_of("session.stream_from", self.model.ids(prompt, start=True), checked, constraint)
+
+    def stream_of(
+        self, what: str, ids: list[int], checked: Options, constraint: Constraint | None = None, reader: MessageReader | None = None
+    ) -> Stream:
+        """As `stream_from`, of ids and options that are checked. what: the call, for errors. constraint: what the text is held to. reader:
+        of a reply that has thoughts beside the answer."""
         with self.model.using(what, self) as engine:
             self._check_room(len(ids))
             common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
@@ -189,3 +230,13 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session of {self.model.name}, {len(self._tokens)} tokens>"
+
+
+def message_of(result: Result) -> Message:
+    """A reply as a message of the conversation."""
+    message: Message = {"role": "assistant", "content": result.text}
+    if result.reasoning:
+        message["reasoning_content"] = result.reasoning
+    if result.tool_calls:
+        message["tool_calls"] = [call.plain() for call in result.tool_calls]
+    return message

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.api.errors import ModelError
+from vkback.api.message import MessageReader
 from vkback.api.options import Options
-from vkback.api.reasoning import ReplyReader
 from vkback.api.result import Chunk, Result, Timings
 from vkback.api.text import GeneratedText
 from vkback.engine.constraint import Constraint
@@ -39,7 +39,7 @@ class Stream(Iterator[Chunk]):
         using: Using,
         warm: set[tuple[bool, ...]],
         constraint: Constraint | None = None,
-        reader: ReplyReader | None = None,
+        reader: MessageReader | None = None,
     ) -> None:
         """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
         kernels have run. constraint: what the text must be. reader: of a reply that has thoughts beside the answer."""

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from vkback.api.message import MessageReader
 from vkback.api.options import Options
-from vkback.api.reasoning import NO_MARKS, ReplyReader
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
 from vkback.engine.stop_strings import StopStrings
 from vkback.models.registry import Model
@@ -23,10 +23,10 @@ class GeneratedText:
     timings  what the caller knows of them
     """
 
-    def __init__(self, model: Model, options: Options, reused: int = 0, reader: ReplyReader | None = None) -> None:
+    def __init__(self, model: Model, options: Options, reused: int = 0, reader: MessageReader | None = None) -> None:
         """reused: tokens of the prompt that were in the KV cache already. reader: of a reply that has thoughts beside the answer."""
         self._model, self._options = model, options
-        self._reader = reader or ReplyReader(NO_MARKS)
+        self._reader = reader or MessageReader()
         self._stops = StopStrings(options.stops)
         self._decoder = model.tokenizer.stream()
         self._ends = frozenset() if options.ignore_eos or not model.has_text else model.tokenizer.eos_ids
@@ -73,14 +73,15 @@ class GeneratedText:
 
     def _chunk(self, text: str, *, last: bool = False) -> Chunk | None:
         """None where the reader holds the text back."""
-        reasoning, answer = self._reader.feed(text)
+        piece = self._reader.feed(text)
+        thoughts, answer, calls = piece.thoughts, piece.text, piece.calls
         if last:
-            more = self._reader.flush()
-            reasoning, answer = reasoning + more[0], answer + more[1]
-        elif text and not reasoning and not answer:
+            rest = self._reader.flush()
+            thoughts, answer, calls = thoughts + rest.thoughts, answer + rest.text, calls + rest.calls
+        elif text and not piece:
             return None
         first, self._told = self._told, len(self.made)
-        return Chunk(answer, tuple(self.made[first:]), tuple(self._logprobs[first:]), reasoning)
+        return Chunk(answer, tuple(self.made[first:]), tuple(self._logprobs[first:]), thoughts, calls)
 
     def _logprob(self, token: int, logits: npt.NDArray[np.float32], count: int) -> TokenLogprob:
         x = logits.astype(np.float64)

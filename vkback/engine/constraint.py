@@ -7,6 +7,7 @@ tokens out (vkback/ops/sampling/penalties.py).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -52,7 +53,10 @@ class JsonGrammar:
         except ImportError as e:
             raise ConstraintError("[json] JSON by schema needs llguidance, which is not installed: pip install 'vkback[json]'") from e
         self._words = mask_words(n_vocab)
-        vocabulary: Any = _Vocabulary(tokenizer, n_vocab)
+        self._vocabulary = _Vocabulary(tokenizer, n_vocab)
+        vocabulary: Any = self._vocabulary
+        names = sorted(self._vocabulary.named, key=len, reverse=True)
+        self._no_text = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self._tokenizer = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_ids) or n_vocab)
 
     def constraint(self, schema: str | Mapping[str, Any]) -> SchemaConstraint:
@@ -64,11 +68,47 @@ class JsonGrammar:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
         except ValueError as e:
             raise ConstraintError(f"[json] the schema cannot be read: {e}") from e
+        return self._compiled(grammar, "schema")
+
+    def knows(self, schema: Mapping[str, Any]) -> bool:
+        """Whether a text can be held to a schema."""
+        try:
+            self.constraint(schema)
+        except ConstraintError:
+            return False
+        return True
+
+    def of_lark(self, grammar: str) -> SchemaConstraint:
+        """A text of a grammar in llguidance's language. Raises ConstraintError."""
+        from llguidance import LLMatcher
+
+        return self._compiled(LLMatcher.grammar_from_lark(grammar), "grammar")
+
+    def spelled(self, text: str) -> str:
+        """A text in that language, its parts with spaces between: tokens that are no text by their ids, the rest in quotes."""
+        return " ".join(self.spelled_parts(text)) or '""'
+
+    def spelled_parts(self, text: str) -> list[str]:
+        """The same, part by part."""
+        parts = self._no_text.split(text) if self._no_text is not None else [text]
+        return [f"<[{self._vocabulary.named[part]}]>" if i % 2 else json.dumps(part) for i, part in enumerate(parts) if part]
+
+    def bytes_of(self, token: int) -> bytes:
+        """Of a token, special or not."""
+        return self._vocabulary.tokens[token]
+
+    def all_tokens(self) -> npt.NDArray[np.int32]:
+        """The mask that leaves everything as it is."""
+        return np.full(self._words, -1, np.int32)
+
+    def _compiled(self, grammar: str, what: str) -> SchemaConstraint:
+        from llguidance import LLMatcher
+
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a schema that nothing fits is found here
         if matcher.is_error():
-            raise ConstraintError(f"[json] the schema cannot be compiled: {_reason(matcher)}")
+            raise ConstraintError(f"[json] the {what} cannot be compiled: {_reason(matcher)}")
         return SchemaConstraint(matcher, self._words)
 
 
@@ -81,6 +121,11 @@ class SchemaConstraint:
     @property
     def ended(self) -> bool:
         return bool(self._matcher.is_stopped())
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it is whole, though more may come."""
+        return bool(self._matcher.is_accepting())
 
     def mask(self) -> npt.NDArray[np.int32]:
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
@@ -112,6 +157,7 @@ class _Vocabulary:
         self._encode = tokenizer.encode
         self.tokens = [tokenizer.token_bytes(i, special=True) for i in range(known)] + [b""] * (n_vocab - known)
         self.special_token_ids: Sequence[int] = [i for i in range(known) if tokenizer.type_of(i) in NOT_TEXT]
+        self.named = {name: i for name, i in tokenizer.special.items() if tokenizer.type_of(i) in NOT_TEXT and i < known}
         if not tokenizer.eos_ids:
             self.tokens.append(b"<end>")
             self.special_token_ids = [*self.special_token_ids, n_vocab]

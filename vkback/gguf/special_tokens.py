@@ -51,9 +51,56 @@ FILE_ENDS: Mapping[str, tuple[str, ...]] = {
 CHANNEL_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """gpt-oss writes a reply as several messages, each in a channel."""
 
+CALL_MARKS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
+    "<TOOLCALL>",
+    "</TOOLCALL>",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    "<|tools_prefix|>",
+    "<|tools_suffix|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
+    "<\uff5ctool\u2581calls\u2581end\uff5c>",
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "\uff5cDSML\uff5c",
+)
+"""What families write around calls of tools (vkback/api/tools/formats)."""
+
 SHOWN_NAMES = frozenset(
     (
         *CHANNEL_MARKS,
+        *CALL_MARKS,
         "<think>",
         "</think>",
         "[THINK]",
@@ -68,7 +115,8 @@ SHOWN_NAMES = frozenset(
         "<channel|>",
     )
 )
-"""Tokens whose text is a part of what a model writes, though their type says that it is not: what stands between them is its reasoning."""
+"""Tokens whose text is a part of what a model writes, though their type says that it is not: what stands between them is its reasoning, or
+a call of a tool."""
 
 
 class Strip(Flag):

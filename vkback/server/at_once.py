@@ -62,7 +62,7 @@ class AtOnce:
             require_time(request)
             texts, model = self._texts(), worker.model
             ids, options = asked_of(model, request)
-            text = texts.add(ids, options, model.constraint(options.json_schema), client=request.client)
+            text = texts.add(ids, options, model.constraint_of(request.prompt, options), client=request.client)
         except (DeviceLost, DeviceTimeout):
             raise
         except Exception as e:  # whatever it is, the others go on

@@ -321,7 +321,7 @@ class Worker:
             self._session = model.session()
         ids, options = asked_of(model, request)
         now = 0.0
-        with self._session.stream_of("serve", ids, options) as stream:
+        with self._session.stream_of("serve", ids, options, model.constraint_of(request.prompt, options)) as stream:
             for piece in stream:
                 now = self.gave_sign()
                 if request.cancelled.is_set():
