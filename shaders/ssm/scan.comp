@@ -73,14 +73,7 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #define CONV_ROW(row, c) conv[(SEQUENCE * TAPS + (row)) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
-// log(1 + exp(v)), accurate to the last bits for any v: the factor e / seen corrects what 1 + exp(v) rounds away.
-float softplus(float v) {
-    if (v > 20.0) return v;
-    const float e = exp(v);
-    precise float sum = 1.0 + e;
-    precise float seen = sum - 1.0;
-    return seen == 0.0 ? e : log(sum) * (e / seen);
-}
+#include "ssm/softplus.glsl"
 
 shared vec4 tile_b[TILE][QUADS], tile_c[TILE][QUADS];
 shared float tile_x[TILE][ROWS];

@@ -51,6 +51,7 @@ BOUNDED = {
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
+    "ssm/delta_net.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "ssm/scan.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "topk/argmax.comp": {"x": VOCAB, "y": "rows of logits"},
     "training/sum_squares.comp": {"x": "blocks of a tensor, at most 256"},

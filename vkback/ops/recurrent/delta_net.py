@@ -1,0 +1,428 @@
+"""DELTA_NET and CONV_DELTA_NET (shaders/ssm/delta_net.comp): the gated delta rule, with its state.
+
+    DELTA_NET       qkv F32 [n, channels] (SSM_CONV), alpha, beta F32 [n, n_head], a, dt_bias F32 [n_head], pos I32 [n],
+                    state F32 [2, n_head, dim, key] -> y F32 [n, inner], state
+    CONV_DELTA_NET  qkv F32 [1, channels], alpha, beta, z F32 [1, inner], w F32 [channels * taps], a, dt_bias, norm F32 [dim], pos I32 [1],
+                    conv_state F32 [taps, channels], state -> y F32 or Q8_1 [1, inner], conv_state, state: SSM_CONV, DELTA_NET, an RMS norm
+                    of each head and SWIGLU with z as the gate, for one token, in one dispatch.
+                    With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
+                    [n_slots, taps, channels] and state [n_slots, 2, ...]; the others then have n rows
+    params: n_group, tiled; CONV_DELTA_NET also eps (of the norm) [, has_slots]
+
+inner = n_head * dim, channels = inner + 2 * n_group * key: q and k of n_group heads, v of n_head. Head h shares q and k with the others
+of its group: h % n_group where tiled, else h / (n_head / n_group). With q and k of length 1 (q / sqrt(q . q + 1e-6)), q times key^-0.5, of
+head h
+
+    S = exp(a softplus(alpha + dt_bias)) S      S = S + sigmoid(beta) (v - S k) k^T      y = S q
+
+Slot p & 1 of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. The slot
+that is read stays as it is when an odd number of tokens is run, so a single token may run twice. Padding (pos -1) stands at the end of a
+batch, gives zeros and changes no state. Source: Gated DeltaNet (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from vkback.device import Capabilities
+from vkback.graph import Node, Tensor
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.cost import Cost, times, total
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.family import declare
+from vkback.ops.ggml_words import one_of_types, type_word
+from vkback.ops.glu import sigmoid
+from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.op import OPS, Op, register
+from vkback.ops.quantize import Q8_1_TOLERANCE
+from vkback.ops.recurrent.ssm_conv import convolved, positions
+from vkback.ops.storage import nbytes
+from vkback.ops.workgroup import Defines, power_of_two, reduction
+from vkback.shader import Variant
+
+declare(
+    "delta_net",
+    match={"n": "number", "n_head": "number", "dim": "number", "key": "number"},
+    params={
+        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of the state
+        "rows": (1, 2, 4, 8, 16, 32, 64, 128),  # rows of a head in a workgroup; with the convolution all of them
+        "per_thread": (1, 2, 4, 8),  # rows of a thread
+    },
+)
+
+TILE = 16
+"""Tokens whose q, k and v lie in shared memory at once."""
+
+LENGTH_EPS = 1e-6
+"""Added to the square of a length of q or k."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a delta net, from its state and its number of groups."""
+
+    n: int
+    dim: int
+    key: int
+    n_group: int
+
+    @classmethod
+    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
+        *_, n, dim, key = state.shape
+        return cls(n, dim, key, int(params["n_group"]))
+
+    @property
+    def inner(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.n_group * self.key
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot."""
+        return 4 * self.inner * self.key
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How a workgroup shares a head: rows in all, of a thread, and lanes of a row."""
+
+    rows: int
+    per_thread: int
+    lanes: int
+
+    @property
+    def threads(self) -> int:
+        return self.rows // self.per_thread * self.lanes
+
+
+def _shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole: bool) -> _Shape:
+    """whole: a workgroup has a whole head, and a thread for each four of its rows at least."""
+    most = min(caps.max_workgroup_invocations, caps.max_workgroup_size[0])
+    # A lane holds four values of a row, so more lanes than that would be idle.
+    lanes = min(int(params["lanes"]), 1 << ((heads.key // 4).bit_length() - 1))
+    rows = power_of_two(heads.dim) if whole else min(int(params["rows"]), power_of_two(heads.dim))
+    per_thread = min(int(params["per_thread"]), rows)
+    while rows // per_thread * lanes > most:
+        per_thread, lanes = (2 * per_thread, lanes) if per_thread < rows else (per_thread, lanes // 2)
+    while whole and per_thread > 4 * lanes:
+        per_thread //= 2
+    return _Shape(rows, per_thread, lanes)
+
+
+def delta_rule(
+    qkv: Array, alpha: Array, beta: Array, a: Array, dt_bias: Array, pos: Array, state: Array, n_group: int, tiled: bool
+) -> tuple[Array, Array]:
+    """y [n, inner] and the states, float64."""
+    _, n_head, dim, key = state.shape
+    n, state = len(qkv), np.array(state, np.float64)
+    q, k, v = np.split(np.asarray(qkv, np.float64), [n_group * key, 2 * n_group * key], axis=1)
+    group = np.arange(n_head) % n_group if tiled else np.arange(n_head) // (n_head // n_group)
+    q, k = (part.reshape(n, n_group, key)[:, group] for part in (q, k))
+    q, k = (x / np.sqrt(np.square(x).sum(-1, keepdims=True) + LENGTH_EPS) for x in (q, k))
+    v = v.reshape(n, n_head, dim)
+    decay = np.exp(np.asarray(a, np.float64) * np.logaddexp(0.0, np.asarray(alpha, np.float64) + np.asarray(dt_bias, np.float64)))
+    share = sigmoid(np.asarray(beta, np.float64))
+    s = state[(pos[0] - 1) & 1].copy() if pos[0] > 0 else np.zeros_like(state[0])
+    y = np.zeros((n, n_head, dim))
+    for t in np.flatnonzero(pos >= 0):
+        s = decay[t][:, None, None] * s
+        update = share[t][:, None] * (v[t] - np.einsum("hrk,hk->hr", s, k[t]))
+        s = s + update[:, :, None] * k[t][:, None, :]
+        y[t] = np.einsum("hrk,hk->hr", s, q[t]) / np.sqrt(key)
+    if pos.max() >= 0:
+        state[pos.max() & 1] = s
+    return y.reshape(n, n_head * dim), state
+
+
+F32_TOLERANCE = Tolerance(
+    1e-9,
+    1e-3,
+    "f32: a state of slow decay remembers about a hundred steps, whose exp within 3 + 2|x| ulp may all err alike: "
+    "100 * 3 * 2^-24 of a state are 1.8e-5, NMSE 3e-10; sums of unlike signs are that much off their terms, not themselves",
+)
+
+
+class _DeltaNet(Op):
+    """What both ops share."""
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        return F32_TOLERANCE
+
+    def _dispatch(
+        self,
+        node: Node,
+        ctx: LowerContext,
+        spun_on: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        pos: Tensor,
+        state: Tensor,
+        conv: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Dispatch:
+        """spun_on: what products made, in the order of the kernel's bindings. conv: the convolution's state where it is part of the op.
+        slots: the tokens' sequences."""
+        heads, caps = Heads.of(state, node.params), ctx.caps
+        y, n = node.outputs[0], spun_on[0].shape[0]
+        fits = spun_on[0].shape == (n, heads.channels) and spun_on[1].elements == spun_on[2].elements == n * heads.n
+        if not fits or heads.n % heads.n_group or heads.key % 4 or y.elements != n * heads.inner:
+            raise PlanError(
+                f"[{self.name}] {node.name}: {', '.join(map(str, spun_on[:3]))}, {state}, {heads.n_group} groups to {y}: expected rows of "
+                f"{heads.channels} and {heads.n}, heads a multiple of the groups, and a key that is a multiple of 4"
+            )
+        if conv is not None and heads.dim % (32 if y.type == "Q8_1" else 4):
+            raise PlanError(
+                f"[{self.name}] {node.name}: {y}: expected heads of whole quads, for Q8_1 of whole units of 32, got {heads.dim}"
+            )
+        choice = ctx.tuning.pick("delta_net", n=n, n_head=heads.n, dim=heads.dim, key=heads.key)
+        shape = _shape(choice.params, heads, caps, whole=conv is not None)
+        # Tokens of a tile wait in shared memory while the state stays in registers.
+        tile = 1 if conv is not None else min(n, TILE)
+        while tile > 1 and 4 * tile * (shape.rows + 2 * heads.key + 6) + 8 * shape.threads > caps.max_shared_memory:
+            tile //= 2
+        reduce, subgroup = reduction(caps, shape.threads, lanes=max(shape.lanes, 8 if y.type == "Q8_1" else 1))
+        defines: Defines = {
+            **reduce,
+            "ROWS": shape.rows,
+            "PER_THREAD": shape.per_thread,
+            "LANES": shape.lanes,
+            "TILE": tile,
+            "N_HEAD": heads.n,
+            "DIM": heads.dim,
+            "KEY": heads.key,
+            "N_GROUP": heads.n_group,
+            "TILED": int(node.params["tiled"]),
+            "CONV": int(conv is not None),
+            "TAPS": conv.shape[-2] if conv else 1,
+            "OUT_Q8_1": int(y.type == "Q8_1"),
+        }
+        states = (state,) if conv is None else (state, conv)
+        args = [*map(Arg, (*spun_on, *weights, pos)), *(Arg(t, "rw") for t in states), Arg(y, "w")]
+        if slots is not None:
+            defines["BIND_SLOTS"] = len(args)
+            args.append(Arg(slots))
+        sequences = n if slots else 1
+        ring = 4 * sequences * heads.channels * conv.shape[-2] if conv else 0
+        return Dispatch(
+            kernel=Variant.of("ssm/delta_net.comp", defines, subgroup_size=subgroup),
+            args=tuple(args),
+            push=pack_push(n, LENGTH_EPS, heads.key**-0.5, float(node.params.get("eps", 0.0))),
+            groups=(ceil_div(heads.dim, shape.rows), heads.n, sequences),
+            op=node.op,
+            label=node.name,
+            reason=f"{shape.threads} threads, {shape.lanes} lanes a row, {shape.per_thread} of {shape.rows} rows a thread: {choice.source}",
+            nbytes=2 * sequences * heads.state_bytes + ring + sum(map(nbytes, (*spun_on, *weights, y))),
+            flops=n * heads.inner * (7 * heads.key + 8),
+            waits=SpinWaits(part=tuple(t.name for t in spun_on)) if conv is not None else None,
+        )
+
+
+@register
+class DeltaNet(_DeltaNet):
+    """See the module's text."""
+
+    name = "DELTA_NET"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """Of an element of the state the decay, the product with k, the update and the product with q; of a value of y difference and
+        share; of q and k their lengths; of a head's gates softplus, decay and sigmoid."""
+        y, state = node.outputs
+        heads, n = Heads.of(state, node.params), y.shape[0]
+        per_value: Cost = {"fmul": 4 * heads.key + 1, "fadd": 1}
+        per_length: Cost = {"fmul": 2 * heads.key, "fdiv": 1, "sqrt": 1}
+        per_gate: Cost = {"fmul": 1, "fadd": 3, "fexp": 4, "fdiv": 1}
+        return total((times(per_value, y.elements), times(per_length, 2 * n * heads.n_group), times(per_gate, n * heads.n)))
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the state one of its two slots."""
+        return nbytes(tensor) // (2 if tensor.kind == "state" else 1)
+
+    def stored_bytes(self, node: Node, n_kv: int) -> int:
+        return nbytes(node.inputs[-1]) // 2
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        qkv, alpha, beta, a, dt_bias, pos, state = inputs
+        return list(delta_rule(qkv, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"]))
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        qkv, alpha, beta, a, dt_bias, pos, state = node.inputs
+        return [self._dispatch(node, ctx, (qkv, alpha, beta), (a, dt_bias), pos, state)]
+
+    def cases(self) -> Iterator[Case]:
+        for n, pos0, padding in ((1, 0, 0), (1, 8, 0), (2, 7, 0), (5, 1, 0), (16, 0, 3), (17, 12, 0), (40, 33, 23), (4, 9, 4)):
+            yield self.build_case(n, 3, 8, 16, pos0=pos0, padding=padding)
+        yield self.build_case(3, 4, 20, 20, n_group=2, pos0=1)
+        yield self.build_case(3, 6, 12, 36, n_group=2, tiled=False, pos0=2)
+        yield self.build_case(33, 4, 128, 128, n_group=2, pos0=5, padding=1)
+
+    def full_cases(self) -> Iterator[Case]:
+        for n, (n_head, dim, key, n_group, tiled), pos0 in product(
+            (1, 2, 15, 64, 512), ((1, 1, 4, 1, True), (4, 12, 8, 4, True), (6, 33, 36, 3, False), (8, 64, 128, 2, True)), (0, 3)
+        ):
+            yield self.build_case(n, n_head, dim, key, n_group, tiled, pos0, padding=n // 3)
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(512, 32, 128, 128, n_group=16, pos0=512)
+
+    def build_case(
+        self, n: int, n_head: int, dim: int, key: int, n_group: int = 1, tiled: bool = True, pos0: int = 0, padding: int = 0, seed: int = 47
+    ) -> Case:
+        """Values normal, but for a and dt_bias, which make decays of 0.01 to 0.999."""
+
+        def make(rng: np.random.Generator) -> Problem:
+            heads = Heads(n_head, dim, key, n_group)
+            qkv, alpha, beta, a, dt_bias, pos, state = _inputs(n, heads)
+            params = {"n_group": n_group, "tiled": tiled}
+            node = Node(self.name, (qkv, alpha, beta, a, dt_bias, pos, state), (Tensor("y", "F32", (n, heads.inner)), state), params)
+            return Problem(node, _values(node, rng, pos0, padding))
+
+        sizes = {"n": n, "n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled}
+        return Case(self.name, {**sizes, "pos0": pos0, "padding": padding, "seed": seed}, make, seed)
+
+
+@register
+class ConvDeltaNet(_DeltaNet):
+    """SSM_CONV, DELTA_NET and the gated norm of one token; see the module's text."""
+
+    name = "CONV_DELTA_NET"
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        if params.get("has_slots"):
+            return self._by_sequence(inputs, params)
+        qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = inputs
+        convolution, conv_state = convolved(qkv, w, None, pos, conv_state)
+        y, state = delta_rule(convolution, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"])
+        by_head = y.reshape(len(y), -1, state.shape[-2])
+        (y,) = OPS["RMS_NORM_MUL"].reference([by_head, norm], {"eps": params["eps"]})
+        return [*OPS["SWIGLU"].reference([z, y.reshape(np.shape(z))], {}), conv_state, state]
+
+    def _by_sequence(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        """Token by token, each with the states of its own sequence."""
+        *rows, w, a, dt_bias, norm, pos, conv_states, states, slots = inputs
+        conv_states, states = np.array(conv_states, np.float64), np.array(states, np.float64)
+        plain = {key: value for key, value in params.items() if key != "has_slots"}
+        y = []
+        for t, slot in enumerate(slots):
+            one = [*(x[t : t + 1] for x in rows), w, a, dt_bias, norm, pos[t : t + 1], conv_states[slot], states[slot]]
+            made, conv_states[slot], states[slot] = self.reference(one, plain)
+            y.append(made)
+        return [np.concatenate(y), conv_states, states]
+
+    def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        if node.outputs[0].type == "Q8_1":
+            # As of SWIGLU: the product of two values has wider tails than either.
+            return Tolerance(3e-4, 0.1, Q8_1_TOLERANCE.reason)
+        return super().tolerance(node, ctx)
+
+    def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
+        inputs = list(node.inputs)
+        slots = inputs.pop() if node.params.get("has_slots") else None
+        qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = inputs
+        if pos.shape != (slots.shape if slots else (1,)):
+            raise PlanError(f"[CONV_DELTA_NET] {node.name}: it takes one token, or one of each sequence, got {pos}")
+        return [self._dispatch(node, ctx, (qkv, alpha, beta, z), (w, a, dt_bias, norm), pos, state, conv_state, slots)]
+
+    def unfused(self, node: Node) -> list[Node]:
+        """None with slots: the plain ops have one sequence."""
+        if node.params.get("has_slots"):
+            return []
+        qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = node.inputs
+        heads, y = Heads.of(state, node.params), node.outputs[0]
+        convolution, made = Tensor(f"{node.name}.qkv", "F32", qkv.shape), Tensor(f"{node.name}.y", "F32", (1, heads.inner))
+        normed = Tensor(f"{node.name}.normed", "F32", (heads.n, heads.dim))
+        params = {key: node.params[key] for key in ("n_group", "tiled")}
+        return [
+            Node("SSM_CONV", (qkv, w, pos, conv_state), (convolution, conv_state), {"offset": 0}),
+            Node("DELTA_NET", (convolution, alpha, beta, a, dt_bias, pos, state), (made, state), params),
+            Node("RMS_NORM_MUL", (dataclasses.replace(made, shape=normed.shape), norm), (normed,), {"eps": node.params["eps"]}),
+            Node("SWIGLU", (z, dataclasses.replace(normed, shape=z.shape)), (y,)),
+        ]
+
+    def cases(self) -> Iterator[Case]:
+        for pos in (0, 1, 3, 8, 4095):
+            yield self.build_case(3, 8, 16, pos=pos)
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, pos=2)
+        yield self.build_case(6, 12, 36, n_group=2, tiled=False, pos=5)
+        yield self.build_case(4, 128, 128, n_group=2, pos=5)
+        yield self.build_case(4, 128, 128, n_group=2, pos=6).where(sync="sentinel")
+        yield self.build_case(4, 32, 64, n_group=2, pos=6, out="q8_1")
+        yield self.build_case(2, 12, 32, pos=-1)
+        yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0, 3, 1), pos=5)
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, slots=(1, 4))
+        yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0), pos=1).where(sync="sentinel")
+
+    def full_cases(self) -> Iterator[Case]:
+        for (n_head, dim, key, n_group, tiled), taps, pos in product(
+            ((1, 4, 4, 1, True), (4, 12, 8, 4, True), (6, 36, 36, 3, False), (8, 64, 128, 2, True)), (2, 4), (0, 2, 31)
+        ):
+            yield self.build_case(n_head, dim, key, n_group, tiled, taps, pos)
+        yield self.build_case(8, 256, 128, 4, out="q8_1")
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(32, 128, 128, n_group=16, pos=100)
+
+    def build_case(
+        self,
+        n_head: int,
+        dim: int,
+        key: int,
+        n_group: int = 1,
+        tiled: bool = True,
+        taps: int = 4,
+        pos: int = 0,
+        out: str = "",
+        slots: Shape = (),
+        seed: int = 53,
+    ) -> Case:
+        """As for DELTA_NET. pos -1: the token is padding. out: q8_1, a quantized output. slots: the sequence of each of several tokens,
+        which are at positions pos, pos + 1 ..., and the last a hole where there are more than two."""
+        if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
+            raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
+        kind = one_of_types(out, ("F32", "Q8_1"), "out") if out else "F32"
+
+        def make(rng: np.random.Generator) -> Problem:
+            heads = Heads(n_head, dim, key, n_group)
+            n = len(slots) or 1
+            qkv, alpha, beta, a, dt_bias, at, state = _inputs(n, heads)
+            n_slots = (max(slots) + 1,) if slots else ()
+            state = dataclasses.replace(state, shape=(*n_slots, *state.shape))
+            sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
+            z = Tensor("z", "F32", (n, heads.inner), "input")
+            w = Tensor("w", "F32", (heads.channels * taps,), "weight")
+            norm = Tensor("norm", "F32", (dim,), "weight")
+            conv_state = Tensor("conv_state", "F32", (*n_slots, taps, heads.channels), "state")
+            outputs = (Tensor("y", kind, (n, heads.inner)), conv_state, state)
+            params = {"n_group": n_group, "tiled": tiled, "eps": 1e-6} | ({"has_slots": True} if slots else {})
+            node = Node(self.name, (qkv, alpha, beta, z, w, a, dt_bias, norm, at, conv_state, state, *sequences), outputs, params)
+            values = _values(node, rng, max(pos, 0), int(pos < 0 or n > 2))
+            return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
+
+        params: dict[str, Any] = {"n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled, "taps": taps, "pos": pos}
+        params |= {"out": type_word(kind)} if out else {}
+        params |= {"slots": slots} if slots else {}
+        return Case(self.name, {**params, "seed": seed}, make, seed)
+
+
+def _inputs(n: int, heads: Heads) -> tuple[Tensor, ...]:
+    """qkv, alpha, beta, a, dt_bias, pos, state."""
+    gates = (Tensor(name, "F32", (n, heads.n), "input") for name in ("alpha", "beta"))
+    per_head = (Tensor(name, "F32", (heads.n,), "weight") for name in ("a", "dt_bias"))
+    state = Tensor("state", "F32", (2, heads.n, heads.dim, heads.key), "state")
+    return Tensor("qkv", "F32", (n, heads.channels), "input"), *gates, *per_head, Tensor("pos", "I32", (n,), "input"), state
+
+
+def _values(node: Node, rng: np.random.Generator, pos0: int, padding: int) -> dict[str, Array]:
+    values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in node.inputs if t.name not in ("pos", "slots")}
+    n_head = values["a"].size
+    values["a"] = -np.exp(rng.uniform(0, np.log(16), n_head)).astype(np.float32)
+    values["dt_bias"] = np.log(np.expm1(np.exp(rng.uniform(np.log(1e-3), np.log(0.3), n_head)))).astype(np.float32)
+    return values | {"pos": positions(len(values["qkv"]), pos0, padding)}
