@@ -8,12 +8,13 @@
 // One thread per four values (a quad), counted over all rows; eight threads make a Q8_1 unit.
 //
 // Defines:
-//   ACTIVATION  swiglu, reglu, geglu, geglu_erf, geglu_quick, swiglu_oai
+//   ACTIVATION  swiglu, sigmoid_glu, reglu, geglu, geglu_erf, geglu_quick, swiglu_oai
 //   WIDTH       4: k, strides and offsets are multiples of 4; 1: any
 #define REDUCE_GROUPS OUT_Q8_1
 #if OUT_Q8_1
 #include "common/reduce.glsl"
 #endif
+#include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -34,8 +35,8 @@ layout(push_constant) uniform Push {
 #else
 #define ELEMENT float
 #endif
-layout(std430, set = 0, binding = 0) readonly buffer InGate { ELEMENT gate[]; };
-layout(std430, set = 0, binding = 1) readonly buffer InUp { ELEMENT up[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InGate { ELEMENT gate[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InUp { ELEMENT up[]; };
 #if OUT_Q8_1
 layout(std430, set = 0, binding = 2) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
@@ -45,6 +46,7 @@ layout(std430, set = 0, binding = 2) writeonly buffer OutY { ELEMENT y[]; };
 #include "elementwise/functions.glsl"
 
 float swiglu(float g, float u) { return silu(g) * u; }
+float sigmoid_glu(float g, float u) { return sigmoid(g) * u; }
 float reglu(float g, float u) { return max(g, 0.0) * u; }
 float geglu(float g, float u) { return gelu(g) * u; }
 float geglu_erf(float g, float u) { return gelu_erf(g) * u; }
@@ -62,22 +64,28 @@ void main() {
     vec4 v = vec4(0.0);
 #if WIDTH == 4
     if (valid && 4u * quad < p.k) {
-        const vec4 g = gate[(row * p.gate_stride + p.gate_offset) / 4u + quad];
-        const vec4 u = up[(row * p.up_stride + p.up_offset) / 4u + quad];
+        vec4 g, u;
+        SPIN_UNTIL(g = gate[(row * p.gate_stride + p.gate_offset) / 4u + quad], arrived(g));
+        SPIN_UNTIL(u = up[(row * p.up_stride + p.up_offset) / 4u + quad], arrived(u));
         for (int c = 0; c < 4; c++) v[c] = ACTIVATION(g[c], u[c]);
     }
 #else
     for (uint c = 0u; c < 4u; c++) {
         const uint i = 4u * quad + c;
-        if (valid && i < p.k) v[c] = ACTIVATION(gate[row * p.gate_stride + p.gate_offset + i], up[row * p.up_stride + p.up_offset + i]);
+        float g, u;
+        if (valid && i < p.k) {
+            SPIN_UNTIL(g = gate[row * p.gate_stride + p.gate_offset + i], arrived(g));
+            SPIN_UNTIL(u = up[row * p.up_stride + p.up_offset + i], arrived(u));
+            v[c] = ACTIVATION(g, u);
+        }
     }
 #endif
 #if OUT_Q8_1
     const Q8_1Quad packed = q8_1_pack(quad, v);
     if (valid) q8_1_store(row, p.quads / 8u, quad, packed);
 #elif WIDTH == 4
-    if (valid) y[row * p.quads + quad] = v;
+    if (valid) y[row * p.quads + quad] = not_sentinel(v);
 #else
-    for (uint c = 0u; c < 4u; c++) if (valid && 4u * quad + c < p.k) y[row * p.k + 4u * quad + c] = v[c];
+    for (uint c = 0u; c < 4u; c++) if (valid && 4u * quad + c < p.k) y[row * p.k + 4u * quad + c] = not_sentinel(v[c]);
 #endif
 }

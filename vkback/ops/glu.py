@@ -1,4 +1,4 @@
-"""Gated linear units (shaders/glu): SWIGLU, REGLU, GEGLU, GEGLU_ERF, GEGLU_QUICK, SWIGLU_OAI, SWIGLU_CLAMP."""
+"""Gated linear units (shaders/glu): SWIGLU, SIGMOID_GLU, REGLU, GEGLU, GEGLU_ERF, GEGLU_QUICK, SWIGLU_OAI, SWIGLU_CLAMP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import BARE, CaseLineError
 from vkback.ops.cost import Cost, times, total
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push, spread
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, rounded_to, stored_tolerance, view_in
 from vkback.ops.ggml_words import FLOATS, ne_of, one_of_types, shape_of, sized, type_word
@@ -84,6 +84,7 @@ GELU_QUICK_COST: Cost = {"fmul": 1, **SIGMOID_COST}
 
 GATES: Mapping[str, tuple[str, Cost]] = {
     "SWIGLU": ("SILU", SIGMOID_COST),
+    "SIGMOID_GLU": ("SIGMOID", SIGMOID_COST),
     "REGLU": ("RELU", {}),
     "GEGLU": ("GELU", GELU_COST),
     "GEGLU_ERF": ("GELU_ERF", GELU_ERF_COST),
@@ -95,6 +96,7 @@ GATES: Mapping[str, tuple[str, Cost]] = {
 
 GLU: Mapping[str, Callable[[Array, Array, Params], Array]] = {
     "SWIGLU": lambda gate, up, params: swiglu(gate, up),
+    "SIGMOID_GLU": lambda gate, up, params: sigmoid(gate) * up,
     "REGLU": lambda gate, up, params: np.maximum(gate, 0.0) * up,
     "GEGLU": lambda gate, up, params: gelu(gate) * up,
     "GEGLU_ERF": lambda gate, up, params: gelu_erf(gate) * up,
@@ -176,7 +178,7 @@ class Glu(Op):
         q8 = y.type == "Q8_1"
         quads = 8 * ceil_div(k, 32) if q8 else ceil_div(k, 4)
         choice = ctx.tuning.pick("glu", k=k, n=rows)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], quads * rows)
+        wg = workgroup_size(ctx.caps, choice["wg_size"], quads if ctx.exact else quads * rows)
         wg = max(wg, 8) if q8 else wg
         defines, subgroup = reduction(ctx.caps, wg, lanes=8 if q8 else 1)
         defines |= {"ACTIVATION": self.name.lower(), "OUT_Q8_1": int(q8), "WIDTH": 4 if k % 4 == 0 else 1}
@@ -191,6 +193,7 @@ class Glu(Op):
                 f"{wg} threads: {choice.source}",
                 nbytes=sum(map(nbytes, (*node.inputs, y))),
                 flops=8 * rows * k,
+                waits=SpinWaits(part=(gate.name, up.name)) if gate.name != up.name else None,
             )
         ]
 
@@ -211,6 +214,9 @@ class Glu(Op):
         yield self._of_shape((1, 256), size=60.0)
         for shape in ((1, 2048), (3, 96), (2, 40)):
             yield self._of_shape(shape, out="q8_1")
+        if self.name == "SIGMOID_GLU":
+            for shape, out in (((1, 256), ""), ((3, 37), ""), ((2, 96), "q8_1")):
+                yield self._of_shape(shape, split=True, out=out).where(sync="sentinel")
         if self.name == "SWIGLU":
             yield self._of_shape((2, 2, 2, 33), type="f16", v=True)
             yield self._of_shape((2, 2, 2, 33), type="bf16", split=True, v=True)
