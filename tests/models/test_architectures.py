@@ -98,6 +98,11 @@ MAMBA_EXPERTS = (
     " | ffn_shared-1 ffn_moe_swiglu-1.q8_1 | l_out-1"
 )
 
+DELTA_NET = "linear_attn_qkv_mixed-1 z-1 beta-1 alpha-1 | final_output-1 | attn_residual-1"
+"""Convolution, delta rule and gated norm are one dispatch."""
+GATED_EXPERTS = "ffn_shexp_swiglu-1 shared_expert_gate_sigmoid-1 ffn_moe_weights-1 | ffn_shared-1 ffn_moe_swiglu-1 | l_out-1"
+"""The gate of the shared expert costs no stage."""
+
 
 def gpt2(name: str, description: str, layers: int) -> Token:
     """Both embeddings, their sum, then the layers, norms in prologues, GELU in an epilogue. No RoPE."""
@@ -117,6 +122,7 @@ ANY = -1
 GPT_OSS_OPS = {"GET_ROWS": 1, "ROPE_ANGLES": 1, "LINEAR": 5 * 24 + 1, "ATTN_DECODE": 24, "QUANTIZE_Q8_1": 24, "SAMPLE": 1}
 DEEPSEEK2_OPS = {"LINEAR_HEADS": 2 * 27, "MLA_ROPE_SET_ROWS": 27, "FLASH_ATTN_EXT": 27}
 DEEPSEEK2_OPS |= dict.fromkeys(("CONT", "CONCAT", "PERMUTE", "MUL_MAT", "ROPE", "SET_ROWS"), 0)
+DELTA_NET_OPS = {"CONV_DELTA_NET": 30, "ATTN_DECODE": 10, "SIGMOID_GLU": 10, "TOPK_MOE": 0}
 RECURRENT_OPS = {"SSM_CONV_SCAN": 36, "ATTN_DECODE": 4}
 
 TOKENS = [
@@ -205,6 +211,17 @@ TOKENS = [
         ops={"SSM_CONV_SCAN": 36, "ATTN_DECODE": 36},
     ),
     Token("mamba2-130m-Q8_0", "mamba2 0.1B Q8_0", 1 + 3 * 24 + 2, "GET_ROWS", 3, "zxBCdt-1 | ssm_scan-1 | l_out-1", {"ATTN_DECODE": 0}),
+    # Of four layers the last has attention, and a stage for its gate.
+    Token("qwen35-9b-Q4_K_M", "qwen35 9B Q4_K - Medium", 1 + 5 * 24 + 6 * 8 + 2, layer=f"{DELTA_NET} | ffn_swiglu-1 | l_out-1"),
+    Token(
+        "qwen35moe-35b-a3b-Q4_K_M",
+        "qwen35moe 35B.A3B Q4_K - Medium",
+        1 + 6 * 30 + 7 * 10 + 2,
+        barriers=43,
+        layer=f"{DELTA_NET} | {GATED_EXPERTS}",
+        ops=DELTA_NET_OPS,
+    ),
+    Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, barriers=7, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
     Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 43, MAMBA_EXPERTS, RECURRENT_OPS),
 ]
 
@@ -272,6 +289,13 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("falcon-h1", {"block_count": 72}, "34B"),
         ("mamba2", {"block_count": 48, "embedding_length": 2048}, "1.5B"),
         ("mamba2", {"block_count": 64, "embedding_length": 4096}, "7B"),
+        ("qwen35", {"block_count": 24, "embedding_length": 1024}, "0.8B"),
+        ("qwen35", {"block_count": 25, "embedding_length": 2048, "nextn_predict_layers": 1}, "2B"),
+        ("qwen35", {"block_count": 32, "embedding_length": 2560}, "4B"),
+        ("qwen35", {"block_count": 65, "nextn_predict_layers": 1}, "27B"),
+        ("qwen35moe", {"block_count": 41, "nextn_predict_layers": 1}, "35B.A3B"),
+        ("qwen35moe", {"block_count": 60}, "397B.A17B"),
+        ("qwen3next", {"block_count": 48}, "80B.A3B"),
         ("granitehybrid", {"embedding_length": 768, "feed_forward_length": 2048}, "350M"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 4096}, "1B"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 512}, "7B.A1B"),
@@ -297,6 +321,9 @@ UNFUSED = {
     "tiny-granitehybrid": {"SSM_SCAN"},
     "tiny-falcon-h1": {"SSM_SCAN", "FLASH_ATTN_EXT"},
     "tiny-mamba2": {"SSM_SCAN"},
+    "tiny-qwen35": {"SSM_CONV", "DELTA_NET", "SIGMOID_GLU"},
+    "tiny-qwen35moe": {"DELTA_NET", "SIGMOID"},
+    "tiny-qwen3next": {"DELTA_NET", "SIGMOID"},
 }
 """Ops of an architecture's own, which its tiny models run where nothing is fused."""
 
@@ -330,6 +357,8 @@ def test_tiny_models_plan_for_any_device(profile: str, name: str, tiny: Callable
             assert fused["SSM_CONV_SCAN" if ctx.caps.max_storage_bindings > 8 else "SSM_SCAN"] == recurrent
         case "falcon-h1" | "mamba2":
             assert fused["SSM_CONV_SCAN" if ctx.caps.max_storage_bindings > 8 else "SSM_SCAN"] == model.hp.n_layer
+        case "qwen35" | "qwen35moe" | "qwen3next":
+            assert fused["CONV_DELTA_NET" if ctx.caps.max_storage_bindings > 12 else "DELTA_NET"] == 1
         case "gpt-oss":
             alone = ctx.tuning.pick("schedule", n=1, n_expert=model.hp.n_expert)["router"] == "stage"
             # No head of 40 is whole units of 32: attention's result is rounded by a stage, as the experts' may be.
@@ -419,6 +448,21 @@ REFUSED = [
     *lacking("falcon-h1-normed", "blk.1.ssm_norm.weight"),
     keys("mamba2", r"mamba2\.ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
     *lacking("mamba2", "blk.3.ssm_out.weight"),
+    keys("qwen35", r"ssm\.time_step_rank is 5, expected a number of heads that divides ssm\.inner_size, 96", ssm__time_step_rank=5),
+    keys("qwen35", r"ssm\.group_count is 4, expected a divisor of the 6 heads", ssm__group_count=4),
+    keys("qwen35", r"ssm\.state_size is 22, expected a multiple of 4", ssm__state_size=22),
+    keys(
+        "qwen35",
+        r"rope\.dimension_sections is \[4, 3, 2, 0\], expected integers whose sum is the 10 pairs",
+        rope__dimension_sections=[4, 3, 2, 0],
+    ),
+    keys("qwen35", r"full_attention_interval is 0, expected at least 1", full_attention_interval=0),
+    keys("qwen35", r"recurrent_layers is 1 values of \w+, expected one boolean for each of 2 blocks", attention__recurrent_layers=[True]),
+    keys("qwen35", r"tensor blk\.0\.attn_q\.weight is missing", full_attention_interval=1),
+    keys("qwen35", r"nextn_predict_layers is 2, expected less than the 2 blocks of the file", nextn_predict_layers=2),
+    *lacking("qwen35", "blk.0.ssm_norm.weight"),
+    *lacking("qwen35moe", "blk.1.ffn_gate_inp_shexp.weight"),
+    ("qwen3next", {"without": ["blk.0.ssm_ba.weight"]}, r"tensor blk\.0\.ssm_beta\.weight is missing"),
     keys("granitehybrid", r"time_step_rank is 7, expected a number of heads that divides ssm\.inner_size, 192", ssm__time_step_rank=7),
     keys("granitehybrid", r"ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
     keys("granitehybrid", r"ssm\.state_size is 18, expected a multiple of 4", ssm__state_size=18),
@@ -450,6 +494,8 @@ def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], 
         ("gemma3", "q8_1", None, 1),
         ("deci", "q8_1", None, 1),
         ("granitehybrid", "f32", "gemv", 1),
+        ("qwen35", "f32", None, 1),
+        ("qwen35moe", "q8_1", "gemv", 1),
         # Sinks, windows, biases, and experts chosen by the router's product or by their own.
         ("gpt-oss-MXFP4", "q8_1", "gemv", 1),
         ("gpt-oss-MXFP4", "q8_1", "experts", 1),

@@ -31,7 +31,7 @@ VARIETIES = ("tiny-deepseek2-legacy", "tiny-deepseek2-sigmoid", "tiny-phi3-long"
 """Shapes that differ from another of their architecture in what each token has by itself: plans of them are compared, but not run."""
 N_CTX = 96
 
-COUNTS_OF_TOKENS = {("gemv/gemv.comp", "COLS"), ("ssm/scan.comp", "TILE")}
+COUNTS_OF_TOKENS = {("gemv/gemv.comp", "COLS"), ("ssm/scan.comp", "TILE"), ("ssm/delta_net.comp", "TILE")}
 """Columns of a GEMV, of which each has its own sums; tokens whose inputs a scan holds at once, one after the other."""
 
 BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "elementwise/binary.comp", "gemm_f32/slices.comp")

@@ -6,19 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from make_gguf import write_gguf
 from tiny_models import changed
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.engine.weight_rows import gather_rows
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
-from vkback.gguf.file import GgufTensor
+from vkback.gguf.file import GgufFile, GgufTensor
+from vkback.gguf.hparams import Metadata
 from vkback.graph import Node
 from vkback.models import Model
+from vkback.models.delta_net import recurrent_layers
 from vkback.models.synth import outline
 from vkback.models.temperature import TEMPERATURE, TEMPERATURES
 from vkback.plan.passes.fuse import fuse
@@ -63,6 +68,61 @@ def test_sections_of_rope_are_ordinary_rope_for_text(tiny: Tiny) -> None:
     nodes = nodes_of(tiny("tiny-qwen3vl"))
     plain = nodes_of(changed(tiny("tiny-qwen3vl"), metadata={"rope.dimension_sections": None, "n_deepstack_layers": None}))
     assert {name: n.params for name, n in nodes.items()} == {name: n.params for name, n in plain.items()}
+
+
+def test_layers_of_qwen35_are_delta_nets_but_one_of_an_interval_or_as_an_array_says(tiny: Tiny) -> None:
+    def recurrent(**metadata: object) -> list[bool]:
+        keys = {key.replace("__", "."): value for key, value in metadata.items()}
+        f = GgufFile.open(changed(tiny("tiny-qwen35"), metadata={"block_count": 8} | keys))
+        m = Metadata(f)
+        return list(recurrent_layers(m, 7, 8))
+
+    assert recurrent(full_attention_interval=None) == [True, True, True, False] * 1 + [True, True, True]
+    assert recurrent(full_attention_interval=3) == [True, True, False, True, True, False, True]
+    assert recurrent(attention__recurrent_layers=[False, True] * 4) == [False, True] * 3 + [False]
+
+
+def test_delta_nets(tiny: Tiny) -> None:
+    nodes = nodes_of(tiny("tiny-qwen35"), n=4)
+    assert [nodes["delta_net-0"].params[key] for key in ("n_group", "tiled")] == [2, True]
+    assert nodes_of(tiny("tiny-qwen3next"))["delta_net-0"].params["tiled"] is False
+    assert nodes["delta_net_rms-0"].params["eps"] == pytest.approx(1e-3) and nodes["delta_net_rms-0"].inputs[0].shape == (4, 6, 16)
+    assert nodes["final_output-0"].inputs[0].name == "z-0", "z is the gate, the norm is multiplied"
+    assert nodes["attn_gated-1"].inputs[0].name == "gate-1" and nodes["Qcur_rope-1"].params["n_dims"] == 20
+    model = Model.open(tiny("tiny-qwen35moe"))
+    assert model.hp.n_layer == 2 and {name.split(".")[1] for name in model.architecture.unused_tensors} == {"2"}
+
+
+def test_query_and_gate_take_turns_in_attn_q(tiny: Tiny) -> None:
+    path = tiny("tiny-qwen35")
+    rows = GgufFile.open(path).tensors["blk.1.attn_q.weight"].data.reshape(4, 2, 40, -1)
+    model = Model.open(path)
+    for place, name in enumerate(("attn_q", "attn_q_gate")):
+        weight = model.hp.weights[f"blk.1.{name}.weight"]
+        assert weight.shape == (160, 96)
+        assert np.array_equal(gather_rows(model.file, weight, 0, 160), rows[:, place].reshape(160, -1))
+        assert np.array_equal(gather_rows(model.file, weight, 35, 125), rows[:, place].reshape(160, -1)[35:125])
+
+
+def test_older_files_of_qwen3next_have_one_matrix_by_groups(tiny: Tiny, tmp_path: Path) -> None:
+    """ssm_in: of each group q, k, the v of its heads and their z."""
+    path = tiny("tiny-qwen3next")
+    f = GgufFile.open(path)
+    raw = {name: (t.type, np.ascontiguousarray(t.data).reshape(*t.shape[:-1], -1)) for name, t in f.tensors.items()}
+    arrays: dict[str, tuple[str, Any]] = {n: (type, data.view(np.float32) if type == "F32" else data) for n, (type, data) in raw.items()}
+    qkv, z = (arrays.pop(f"blk.0.{name}.weight")[1] for name in ("attn_qkv", "attn_gate"))
+    parts = [part.reshape(2, -1, qkv.shape[1]) for part in (qkv[:40], qkv[40:80], qkv[80:], z)]
+    arrays["blk.0.ssm_in.weight"] = ("Q8_0", np.concatenate(parts, axis=1).reshape(-1, qkv.shape[1]))
+    keys = {key: v.tolist() if isinstance(v, np.ndarray) else v for key, v in f.metadata.items() if key != "general.architecture"}
+    older = write_gguf(tmp_path / "older.gguf", "qwen3next", keys, arrays)
+    assert np.array_equal(NumpyTwin(older, n_ctx=32).logits(TOKENS), NumpyTwin(path, n_ctx=32).logits(TOKENS))
+
+
+def test_the_gate_of_a_shared_expert_may_be_a_row_of_a_matrix(tiny: Tiny) -> None:
+    f = Model.open(tiny("tiny-qwen35moe")).file
+    row = {name: replace(t, shape=(1, *t.shape)) for name, t in f.tensors.items() if name.endswith("ffn_gate_inp_shexp.weight")}
+    assert len(row) == 3
+    Model.of(replace(f, tensors={**f.tensors, **row})).graph(1, 32, head="last")
 
 
 def test_the_blocks_of_glm4moe_that_predict_further_tokens_stay_unread(tiny: Tiny, tmp_path: Path) -> None:

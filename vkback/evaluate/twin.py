@@ -145,8 +145,9 @@ class NumpyTwin:
         kept = self._kept.get(tensor.name)
         if kept is not None:
             return kept
-        stored = self.model.file.tensor(tensor.name)
-        decoded = quants.decode(stored.type, stored.data).astype(np.float64).reshape(tensor.shape)
+        found = [self.model.file.tensor(name) for name in self.model.file.joined.get(tensor.name, (tensor.name,))]
+        parts = [quants.decode(t.type, t.data).astype(np.float64) for t in found]
+        decoded = (parts[0] if len(parts) == 1 else np.concatenate(parts)).reshape(tensor.shape)
         if tensor.recipe is not None:
             decoded *= tensor.recipe.scale
         if decoded.nbytes <= self._room:

@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -172,6 +172,7 @@ class GgufFile:
 
     metadata  str, int, float, bool, list[str] and numpy arrays by key
     tensors   in the order of the files
+    joined    weights that several parts make, stacked in their order (`deinterleave`)
     """
 
     path: Path
@@ -181,6 +182,7 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
     files: tuple[SplitFile, ...] = ()
     """Those that it consists of; tensors of another one, as an adapter's, have other bytes."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -309,6 +311,21 @@ class GgufFile:
         for name in cuts:
             self.tensor(name)
         return replace(self, tensors=tensors)
+
+    def deinterleave(self, cuts: Mapping[str, tuple[int, Sequence[tuple[str, int]]]]) -> GgufFile:
+        """The same file with tensors cut into weights whose rows take turns: name -> (turns, (weight, rows) of a turn in their order). A
+        weight, in `joined`, is its rows of all turns; where it has several places in a turn, those of the first place come first.
+
+        Raises GgufError as `cut` does.
+        """
+        parts: dict[str, dict[str, int]] = {}
+        joined: dict[str, list[str]] = {}
+        for name, (turns, places) in cuts.items():
+            named = [[(f"{weight}#{turn}.{i}", rows) for i, (weight, rows) in enumerate(places)] for turn in range(turns)]
+            parts[name] = {part: rows for turn in named for part, rows in turn}
+            for i, (weight, _) in enumerate(places):
+                joined.setdefault(weight, []).extend(turn[i][0] for turn in named)
+        return replace(self.cut(parts), joined={**self.joined, **{weight: tuple(of) for weight, of in joined.items()}})
 
     def with_made(self, name: str, values: npt.NDArray[np.float32]) -> GgufFile:
         """The same file with an F32 tensor beside its own, which hyperparameters define."""

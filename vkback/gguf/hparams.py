@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from vkback.gguf.file import GgufError, GgufFile, quoted
 from vkback.graph import Recipe, Tensor
@@ -135,6 +136,16 @@ class HParams:
         )
 
 
+def _weights(f: GgufFile) -> dict[str, Tensor]:
+    """Every tensor of a file, and the weights that parts of tensors make."""
+    weights = {name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in f.tensors.items()}
+    for name, parts in f.joined.items():
+        first = f.tensors[parts[0]]
+        rows = sum(f.tensors[part].shape[0] for part in parts)
+        weights[name] = Tensor(name, first.type, (rows, *first.shape[1:]), "weight", Recipe("concat", parts))
+    return weights
+
+
 class Metadata:
     """Metadata of one file under its architecture's prefix: `count("block_count")` is `llama.block_count`, checked.
 
@@ -149,8 +160,9 @@ class Metadata:
         self._varying = varying
         self._keys = keys
 
-    def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS, *, attends: bool = True) -> HParams:
-        """What nearly all architectures have. attends: whether this one has attention and a feed-forward; else their sizes may be 0."""
+    def hparams(self, rope_mode: RopeMode, norm_eps: str = RMS_EPS, *, attends: bool = True, dense: bool = True) -> HParams:
+        """What nearly all architectures have. attends: whether this one has attention and a feed-forward; else their sizes may be 0. dense:
+        whether a layer may have a dense feed-forward; else its width may be missing."""
         n_embd, least = self.count("embedding_length"), int(attends)
         n_head = self.count("attention.head_count", None if attends else 0, least=least)
         n_head_kv = (
@@ -160,7 +172,7 @@ class Metadata:
             raise self.fail("attention.head_count_kv", n_head_kv, f"a divisor of the {n_head} heads")
         head_dim = n_embd // n_head if n_head else 0
         head_dim_k = self.count("attention.key_length", head_dim, least=least)
-        n_ff = self.count("feed_forward_length", None if attends else 0, least=least)
+        n_ff = self.count("feed_forward_length", None if attends and dense else 0, least=least if dense else 0)
         if not self._f.get(self.key("attention.causal"), bool, True):
             raise self.fail("attention.causal", False, "true: models that make text, where a token sees those before it alone")
         moe = "expert_count" in self._keys
@@ -190,7 +202,7 @@ class Metadata:
             norm_w=self._f.get(self.key("expert_weights_norm"), bool, True) if moe else True,
             expert_scale=self.positive_or("expert_weights_scale", 1.0, most=LARGE) if moe else 1.0,
             softcap=self.positive_or("final_logit_softcapping", 0.0, most=LARGE),
-            weights={name: Tensor(name, t.type, t.shape, "weight", Recipe("plain", (name,))) for name, t in self._f.tensors.items()},
+            weights=_weights(self._f),
             files={name: self._f.where(name) for name in self._f.tensors} if len(self._f.files) > 1 else {},
         )
 
@@ -275,6 +287,11 @@ class Metadata:
         if value is not None and (not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or int(value.sum()) != pairs):
             shown = value.tolist() if isinstance(value, np.ndarray) and value.size <= 8 else quoted(value)
             raise self.fail(name, shown, f"integers whose sum is the {pairs} pairs that RoPE turns")
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """A value that has several, None where it is missing or one alone."""
+        value = self._f.metadata.get(self.key(name))
+        return value if isinstance(value, np.ndarray) else None
 
     def stated(self, name: str, default: int = 0) -> int:
         """An integer of a file that need not be sound; the default where it has none."""

@@ -238,8 +238,12 @@ def _together(found: Sequence[Adapter]) -> tuple[Lora, dict[str, tuple[GgufTenso
     return Lora({weight: a.shape[0] for weight, (a, _) in pairs.items()}, alpha=0.0), pairs
 
 
-def _rows(t: GgufTensor, row0: int, rows: int) -> GgufTensor:
-    """Some rows of a tensor."""
+def _rows(t: GgufTensor, ranges: Sequence[tuple[int, int]]) -> GgufTensor:
+    """Rows of a tensor: of each range (first, how many)."""
+    if len(ranges) > 1:
+        values = _decoded(t)
+        return _held(t.name, np.concatenate([values[first : first + rows] for first, rows in ranges]))
+    ((row0, rows),) = ranges
     nbytes = t.nbytes // t.shape[0]
     return replace(t, shape=(rows, *t.shape[1:]), offset=t.offset + row0 * nbytes, nbytes=rows * nbytes, row0=row0)
 
@@ -252,19 +256,21 @@ def with_adapters(model: Model, files: Sequence[Given]) -> Model:
     parts: dict[str, list[str]] = {}
     for name, t in model.file.tensors.items():  # a tensor of several weights (Q, K and V of gpt2): each has the same A, and its rows of B
         parts.setdefault(t.name, []).append(name)
-    ranks = {part: rank for whole, rank in lora.ranks.items() for part in parts[whole]}
+    # ... and so has each weight that parts of a tensor make, whose rows of B are theirs.
+    made_of = {part: weight for weight, sources in model.file.joined.items() for part in sources}
+    ranks = {made_of.get(part, part): rank for whole, rank in lora.ranks.items() for part in parts[whole]}
     lora = replace(lora, ranks=ranks)
     nodes = model.graph(1, 1, head="all").nodes
     tables = {node.inputs[0].name for node in nodes if node.op == "GET_ROWS"}
     used = tables | {node.inputs[0].name for node in nodes if node.op == "MUL_MAT"}
     tensors: dict[str, GgufTensor] = {}
     for whole, (a, b) in pairs.items():
-        for part in parts[whole]:
+        for part in dict.fromkeys(made_of.get(part, part) for part in parts[whole]):
             if part not in used:
                 path = next(each.path for each in found if whole in each.pairs)
                 raise AdapterError(f"[lora] adapter {path}: {whole} does not multiply activations, so nothing can run beside it; merge it")
-            t = model.file.tensor(part)
-            tensors |= {f"{part}{A}": a, f"{part}{B}": _rows(b, t.row0, t.shape[0])}
+            cut = [model.file.tensor(source) for source in model.file.joined.get(part, (part,))]
+            tensors |= {f"{part}{A}": a, f"{part}{B}": _rows(b, [(t.row0, t.shape[0]) for t in cut])}
             if part in tables:
                 tensors[f"{part}{TRANSPOSED}"] = _held(f"{part}{TRANSPOSED}", _decoded(a).T)
     return replace(model, file=replace(model.file, tensors={**model.file.tensors, **tensors}), lora=lora, adapters=tuple(found))

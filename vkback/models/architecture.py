@@ -34,6 +34,7 @@ class Architecture(ABC):
     by_context weights that a graph reads or not, depending on its n_ctx
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     attends    whether it has attention; else heads and RoPE of `hp` are of no meaning
+    dense      whether a layer may have a feed-forward without experts; else a file need not say how wide one is
     varying    of the keys of `hp`, those that may differ from layer to layer: `hp` has the largest, `Metadata.of_layers` all
 
     unused_keys     of a file: those that have a value, but no part in the logits
@@ -55,13 +56,14 @@ class Architecture(ABC):
     by_context: ClassVar[tuple[str, ...]] = ()
     recurrent: ClassVar[bool] = False
     attends: ClassVar[bool] = True
+    dense: ClassVar[bool] = True
     varying: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, f: GgufFile) -> None:
         """Raises GgufError naming the key that is missing, of another type, out of range or not known."""
         self.file = f
         self.metadata = Metadata(f, self.varying, self.keys)
-        self.hp = self.metadata.hparams(self.rope_mode, self.norm_eps, attends=self.attends)
+        self.hp = self.metadata.hparams(self.rope_mode, self.norm_eps, attends=self.attends, dense=self.dense)
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")

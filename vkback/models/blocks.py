@@ -108,6 +108,7 @@ def attention(
     sinks: bool = False,
     window: int = 0,
     softcap: float = 0.0,
+    gated: bool = False,
 ) -> Tensor:
     """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd].
 
@@ -117,6 +118,7 @@ def attention(
     sinks    every head has an attention sink
     window   rows that a token sees; 0: all so far
     softcap  c of the scores c tanh(s / c); 0: they are s
+    gated    what it gives is multiplied by the sigmoid of attn_q_gate of x, value by value
     """
     heads = heads or b.hp.heads
 
@@ -140,6 +142,9 @@ def attention(
     params: dict[str, int | float] = {"window": window} if window else {}
     params |= {"softcap": softcap} if softcap else {}
     out = b.attend(q, cache_k, cache_v, *weights, width=heads.n * heads.dim_v, il=il, **params)
+    if gated:
+        gate = b.linear(x, f"blk.{il}.attn_q_gate", heads.n * heads.dim_v, f"gate-{il}")
+        out = b.graph.emit("SIGMOID_GLU", f"attn_gated-{il}", "F32", out.shape, (gate, out))
     return b.linear(out, f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
 
 
@@ -242,6 +247,17 @@ def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
     up = b.linear(x, f"blk.{il}.ffn_up_shexp", width, f"ffn_shexp_up-{il}")
     act = b.graph.emit(SWIGLU.op, f"ffn_shexp_{SWIGLU.op.lower()}-{il}", "F32", gate.shape, (gate, up), **SWIGLU.params)
     return b.linear(act, f"blk.{il}.ffn_down_shexp", b.hp.n_embd, f"ffn_shexp-{il}")
+
+
+def gated_shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
+    """`shared_expert` times the sigmoid of one value, which the row ffn_gate_inp_shexp makes of the token."""
+    name, n_embd = f"blk.{il}.ffn_gate_inp_shexp.weight", b.hp.n_embd
+    flat = b.hp.has_weight(name) and len(b.hp.weights[name].shape) == 1
+    w = replace(b.hp.weight(name, (n_embd,) if flat else (1, n_embd)), shape=(1, n_embd))
+    y = shared_expert(b, x, il, width)
+    gate = b.graph.emit("MUL_MAT", f"shared_expert_gate-{il}", "F32", (x.shape[0], 1), (w, x))
+    gate = b.graph.emit("SIGMOID", f"shared_expert_gate_sigmoid-{il}", "F32", gate.shape, (gate,))
+    return b.graph.emit("MUL", f"ffn_shexp_gated-{il}", "F32", y.shape, (y, gate))
 
 
 def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", groups: tuple[int, int] = (1, 1)) -> Tensor:

@@ -84,7 +84,8 @@ class Model:
         known = architecture(file)
         f = known.file
         model = cls(f, known)
-        used = model.graph(1, 1, head="all").tensors()
+        graph = model.graph(1, 1, head="all")
+        used = {source for t in graph.tensors().values() for source in (t.name, *(t.recipe.sources if t.recipe else ()))}
         for name, tensor in f.tensors.items():
             if name not in used and name not in known.by_context and name not in known.unused_tensors:
                 raise GgufError(

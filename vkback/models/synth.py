@@ -197,7 +197,7 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
     """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every
     file, the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = ("attn_sinks", "ffn_gate_inp", "position_embd", *RECURRENT)
+    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", *RECURRENT)
     if stem.endswith("norm") or stem in floats or stem.startswith("rope_") or name.endswith(".bias"):
         return "F32"
     if mix is None:
@@ -324,7 +324,9 @@ class _Pieces:
         elif t.name.endswith((".bias", "attn_sinks.weight")):
             data = (0.1 * rng.standard_normal((rows, k), np.float32)).view(np.uint8)
         elif t.name.endswith("ssm_a"):
-            data = -np.exp(rng.uniform(0.0, math.log(16.0), rows)).astype(np.float32).view(np.uint8)
+            data = -np.exp(rng.uniform(0.0, math.log(16.0), rows * k)).astype(np.float32).view(np.uint8)
+        elif t.name.endswith("ffn_gate_inp_shexp.weight"):  # a row of a matrix, though it has one axis
+            data = (rng.standard_normal(k, np.float32) / np.float32(math.sqrt(k))).view(np.uint8)
         elif len(t.shape) == 1 or t.name.endswith(("norm.weight", "ssm_d")):
             data = (1.0 + 0.1 * rng.standard_normal(rows * k, np.float32)).view(np.uint8)
         else:

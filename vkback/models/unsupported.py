@@ -7,7 +7,6 @@ from collections.abc import Iterable
 ENCODER = "attention in which a token sees what comes after it"
 RWKV = "a WKV recurrence"
 ALIBI = "attention biases by distance (ALiBi)"
-DELTA_NET = "layers of a gated delta net"
 ONE_PART = "layers that are a Mamba-2 block, attention or a feed-forward with squared ReLU alone"
 SHORT_CONVOLUTION = "layers of a short convolution with a state"
 
@@ -16,7 +15,6 @@ LACKS: dict[str, str] = {
     **dict.fromkeys(("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder", "dream", "llada", "llada-moe", "rnd1"), ENCODER),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
     **dict.fromkeys(("bloom", "jais", "mpt", "refact"), ALIBI),
-    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), DELTA_NET),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ONE_PART),
     **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
     "grok": "the scales and norms of Grok's experts",

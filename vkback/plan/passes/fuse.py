@@ -21,7 +21,7 @@ from vkback.plan.passes.linear import (
     post_norms_into_prologue,
     quantize_activations,
 )
-from vkback.plan.passes.router import fuse_choice, fuse_router
+from vkback.plan.passes.router import fuse_choice, fuse_router, gates_as_experts
 from vkback.plan.schedule_choice import schedule_choice
 
 FUSIONS = ("all", "none")
@@ -39,11 +39,13 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         return choose_kernels(nodes, ctx)
     n = tokens_of(nodes)
     choice = schedule_choice(nodes, ctx)
-    nodes = as_linear(nodes)
+    nodes = gates_as_experts(as_linear(nodes), outputs)
     if n == 1 and not ctx.exact:
         nodes = fuse_ssm(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_latent):
         nodes = step(nodes, outputs)
+    if n == 1 and not ctx.exact:
+        nodes = fuse_delta_net(nodes, outputs, ctx)
     nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
@@ -51,8 +53,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
         nodes = post_norms_into_prologue(nodes, outputs, ctx)
-    if choice["router"] == "gemv":
-        nodes = fuse_router(nodes, outputs, ctx)
+    nodes = fuse_router(nodes, outputs, ctx, of_one=choice["router"] != "gemv")
     nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
     return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
 
@@ -127,5 +128,29 @@ def fuse_ssm(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
         if len(inputs) + 1 > ctx.caps.max_storage_bindings:
             return None
         return [conv, node], Node("SSM_CONV_SCAN", inputs, (node.outputs[0], conv_state, state), node.params)
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_delta_net(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """SSM_CONV, DELTA_NET, RMS_NORM_MUL of each head and SWIGLU, each read by the next alone, of one token -> CONV_DELTA_NET, where the
+    device binds as many buffers."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        norm = index.one_use_producer(node.inputs[1], "RMS_NORM_MUL") if node.op == "SWIGLU" and len(node.inputs) == 2 else None
+        delta = index.one_use_producer(norm.inputs[0], "DELTA_NET") if norm is not None else None
+        conv = index.one_use_producer(delta.inputs[0], "SSM_CONV") if delta is not None else None
+        if norm is None or delta is None or conv is None or len(conv.inputs) != 4 or conv.params["offset"]:
+            return None
+        qkv, w, pos, conv_state = conv.inputs
+        _, alpha, beta, a, dt_bias, _, state = delta.inputs
+        dim = state.shape[-2]
+        if norm.inputs[1].shape != (dim,) or dim % 4 or qkv.shape[-1] != conv.outputs[0].shape[-1]:
+            return None
+        inputs = (qkv, alpha, beta, node.inputs[0], w, a, dt_bias, norm.inputs[1], pos, conv_state, state)
+        if len(inputs) + 2 > ctx.caps.max_storage_bindings:
+            return None
+        params = {**delta.params, "eps": norm.params["eps"]}
+        return [conv, delta, norm, node], Node("CONV_DELTA_NET", inputs, (node.outputs[0], conv_state, state), params)
 
     return rewrite(nodes, outputs, match)

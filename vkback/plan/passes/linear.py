@@ -201,8 +201,10 @@ def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerCon
 
 ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
-QUANTIZING = ATTENTION | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "SWIGLU", "SWIGLU_OAI", "GEGLU", "LINEAR_HEADS"}
-"""Ops that can leave their first output as Q8_1: attention where a head of V is whole units of 32."""
+GLUS = frozenset({"SWIGLU", "SWIGLU_OAI", "SIGMOID_GLU", "GEGLU"})
+
+QUANTIZING = ATTENTION | GLUS | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "LINEAR_HEADS", "CONV_DELTA_NET"}
+"""Ops that can leave their first output as Q8_1: attention where a head of V is whole units of 32, a delta net where a head is."""
 
 
 def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
@@ -225,9 +227,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         if not wants:
             continue
         producer = index.producer[tensor.name]
-        # Attention rounds whole units of 32 values of a head of V.
-        caches = [t for t in producer.inputs if t.kind == "state"] if producer.op in ATTENTION else []
-        whole_units = not caches or producer.params.get("v_dim", caches[-1].shape[-1]) % 32 == 0
+        whole_units = _head_width(producer) % 32 == 0
         by_gemv = producer.op == "LINEAR" and activated(producer)
         can = {"producer": producer.op in QUANTIZING or by_gemv, "attention": producer.op in QUANTIZING, "stage": False}[by]
         # If anything else reads the floats, they must be stored, too.
@@ -250,6 +250,14 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
         index = Index(out, outputs)
     return out
+
+
+def _head_width(node: Node) -> int:
+    """Values of a head of what an op makes by heads: it rounds whole units of 32 of them. 0: of an op without heads."""
+    states = [t for t in node.inputs if t.kind == "state"]
+    if node.op in ATTENTION:
+        return int(node.params.get("v_dim", states[-1].shape[-1])) if states else 0
+    return states[-1].shape[-2] if node.op == "CONV_DELTA_NET" else 0
 
 
 def _retyped(node: Node, name: str, new_name: str) -> Node:

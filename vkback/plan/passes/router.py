@@ -1,10 +1,11 @@
-"""Fusion of the choice of experts: into the router's GEMV, or into that of the experts."""
+"""Fusion of the choice of experts: into the router's GEMV, or into that of the experts. A gate of one value is a choice of one expert."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
-from vkback.graph import Node
+from vkback.graph import Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.gemv import choice_problem
 from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearParams, inputs_by_role
@@ -13,12 +14,32 @@ from vkback.ops.moe.topk import topk_params
 from vkback.plan.nodes import Index, Nodes, replace, rewrite
 
 
-def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """LINEAR with its norm, read by TOPK_MOE alone -> MOE_ROUTER."""
+def gates_as_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """LINEAR times SIGMOID of one value a token -> the LINEAR of one expert, whose weight TOPK_MOE makes of that value. So the product
+    takes the gate into its sums, as it does with the weights of experts."""
+    for gated in [n for n in nodes if n.op == "MUL" and n.inputs[1].shape[-1] == 1]:
+        index = Index(nodes, outputs)
+        gate, gemv = index.one_use_producer(gated.inputs[1], "SIGMOID"), index.one_use_producer(gated.inputs[0], "LINEAR")
+        if gate is None or gemv is None or gemv.params["roles"] != ("w", "x") or gate.outputs[0].elements != gemv.outputs[0].shape[0]:
+            continue
+        w, x = gemv.inputs
+        n, name = x.shape[0], gate.name
+        weights, ids = Tensor(name, "F32", (n, 1)), Tensor(f"{name}.ids", "I32", (n, 1))
+        choice = Node("TOPK_MOE", gate.inputs, (weights, ids), {"n_used": 1, "norm": False, "gating": "sigmoid", "scale": 1.0})
+        w, x = dataclasses.replace(w, shape=(1, *w.shape)), dataclasses.replace(x, shape=(n, 1, *x.shape[1:]))
+        roles = ("w", "x", "ids", "expert_weights")
+        nodes = replace(nodes, [gate, gemv, gated], [choice, Node("LINEAR", (w, x, ids, weights), gated.outputs, {"roles": roles})])
+    return nodes
+
+
+def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, of_one: bool = False) -> Nodes:
+    """LINEAR with its norm, read by TOPK_MOE alone -> MOE_ROUTER. of_one: where there is one expert alone."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         gemv = index.one_use_producer(node.inputs[0], "LINEAR") if node.op == "TOPK_MOE" else None
-        if gemv is None or gemv.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
+        if gemv is None or (of_one and gemv.inputs[0].shape[0] > 1):
+            return None
+        if gemv.params["roles"] not in (("w", "x", "norm"), ("w", "x", "norm", "bias")):
             return None
         own = LinearParams.of(gemv.params)
         if own.glu or own.rows_total is not None or router_problem(gemv, ctx):
