@@ -14,7 +14,7 @@
 // one before, find it exactly. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
 // noise(seed, pos, id), which has the probabilities of the softmax (Gumbel-max trick).
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS 1 or nothing, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, those of common/reduce.glsl
 
 #include "common/reduce.glsl"
 
@@ -91,7 +91,7 @@ uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass,
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
-#ifdef COLUMNS
+#ifdef MANY_COLUMNS
     if (scratch[IN_SCRATCH(SCRATCH_STATE)] != 0) return;
 #else
     if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;

@@ -10,7 +10,7 @@
 //
 // Workgroup (x, y) counts of column y logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS 1 or nothing, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, those of common/reduce.glsl
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -35,7 +35,7 @@ shared uint counts[BINS], deficits[BINS];
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
-#ifdef COLUMNS
+#ifdef MANY_COLUMNS
     if (scratch[IN_SCRATCH(SCRATCH_STATE)] != 0) return;
 #else
     if (loop_stopped() || scratch[SCRATCH_STATE] != 0) return;

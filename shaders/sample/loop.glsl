@@ -13,8 +13,11 @@
 //   void column_end()       the column becomes a hole
 //   void loop_advance(int id)    one thread calls, after every workgroup of the column has called loop_stopped or column_fate; id -1: NaN
 //
-// Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it, with COLUMNS also rows, slots, draws and pages), and push constants
-// p.capacity, with COLUMNS also p.n_slots, p.page (rows of a page) and p.max_pages (pages that a slot can have).
+// With DRAFTS the columns are positions of one text, and what each picks is only noted in `picked`: sample/accept.comp moves the loop on.
+// column_fate() is then HOLE or DRAWS.
+//
+// Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it, with COLUMNS also rows, slots, draws and pages; with DRAFTS picked and
+// pos), and push constants p.capacity, with COLUMNS also p.n_slots, p.page (rows of a page) and p.max_pages (pages that a slot can have).
 
 #include "sample/column.glsl"
 
@@ -23,8 +26,13 @@ const uint LOOP_N_EOS = 13u, LOOP_EOS = 16u, LOOP_RING = 32u, MAX_EOS = 16u;
 const int STATUS_NAN = 1, STATUS_EOS = 2;
 
 layout(binding = LOOP_BIND) buffer Loop { int loop_words[]; };
+#ifdef DRAFTS
+layout(binding = LOOP_BIND + 1) writeonly buffer Picked { int picked[]; };
+layout(binding = LOOP_BIND + 2) readonly buffer Pos { int pos[]; };
+#else
 layout(binding = LOOP_BIND + 1) writeonly buffer Tokens { int tokens[]; };
 layout(binding = LOOP_BIND + 2) buffer Pos { int pos[]; };
+#endif
 #ifdef COLUMNS
 layout(binding = LOOP_BIND + 3) writeonly buffer Rows { int rows[]; };
 layout(binding = LOOP_BIND + 4) readonly buffer Slots { int slots[]; };
@@ -34,10 +42,20 @@ layout(binding = LOOP_BIND + 6) readonly buffer Pages { int pages[]; };
 
 #define IN_LOOP(word) IN_SLOT(word, LOOP_RING + p.capacity)
 
+const uint HOLE = 0u, ENDS = 1u, DRAWS = 2u;
+
+#ifdef DRAFTS
+uint column_fate() {
+    return loop_words[LOOP_STATUS] == 0 && pos[COLUMN] >= 0 ? DRAWS : HOLE;
+}
+
+void loop_advance(int id) {
+    picked[COLUMN] = id;
+}
+#else
 #ifdef COLUMNS
 const uint LOOP_LIMIT = 2u;
 const int STATUS_LENGTH = 3, STATUS_NO_PAGE = 4;
-const uint HOLE = 0u, ENDS = 1u, DRAWS = 2u;
 
 uint column_fate() {
     if (pos[COLUMN] < 0) return HOLE;
@@ -91,3 +109,4 @@ void loop_advance(int id) {
     column_advance(step + 1);
 #endif
 }
+#endif

@@ -1,7 +1,8 @@
 #version 450
 // PENALTIES: prepares logits for SAMPLE. Adds a bias per token, then penalizes tokens among the last `last_n` of the text;
 // with MASKED, only tokens whose bit is set remain. With COLUMNS: PENALTIES_COLUMNS, of n columns, each with the bias, text, loop and mask of
-// its sequence's slot; logits of a column that picks nothing pass through.
+// its sequence's slot; logits of a column that picks nothing pass through. With DRAFTS: PENALTIES_DRAFTS, of n columns of one text, of which
+// column t follows the tokens of columns 0..t; nothing is counted in `seen`, which sample/accept.comp does.
 //
 // Bindings:
 //   0  logits  F32 [vocab]
@@ -16,10 +17,11 @@
 //   with COLUMNS
 //   7  slots   I32 [n]: bias, seen, loop and mask are those of one slot after those of another; logits and y of one column after another's
 //   8  draws   I32 [n]: 0: the column picks nothing
+//   with DRAFTS logits, tokens, pos, y and mask are those of one column after another's; a column with pos -1 passes through
 //
 // One thread per token of the vocabulary, of each column along y; only that thread touches the token's count.
 //
-// Defines: WG_SIZE, and MASKED and COLUMNS 1 or nothing
+// Defines: WG_SIZE, and MASKED and COLUMNS or DRAFTS 1 or nothing
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -51,6 +53,11 @@ layout(std430, binding = MASK_BIND) readonly buffer Mask { uint mask[]; };
 #include "sample/column.glsl"
 
 const uint COUNTS = 4u;
+#ifdef DRAFTS
+#define IN_MASK(i, size) IN_COLUMN(i, size)
+#else
+#define IN_MASK(i, size) IN_SLOT(i, size)
+#endif
 #define IN_SEEN(i) IN_SLOT(i, COUNTS + p.vocab + p.n_ctx)
 
 void main() {
@@ -63,17 +70,35 @@ void main() {
         return;
     }
 #else
+#ifdef DRAFTS
+    if (id >= p.vocab) return;
+    if (pos[COLUMN] < 0 || loop_words[1] != 0) {
+        y[IN_COLUMN(id, p.vocab)] = logits[IN_COLUMN(id, p.vocab)];
+        return;
+    }
+#else
     if (id >= p.vocab || loop_words[1] != 0) return;
 #endif
+#endif
     const uint places = COUNTS + p.vocab;
-    const int token = tokens[COLUMN], at = pos[COLUMN], last_n = seen[IN_SEEN(3)], leaves = at - last_n;
+    const int last_n = seen[IN_SEEN(3)];
     int count = seen[IN_SEEN(COUNTS + id)];
+#ifdef DRAFTS
+    // The tokens of the columns so far come in, and as many leave the window, some of which are in columns themselves.
+    for (uint c = 0u; c <= COLUMN; c++) {
+        const int gone = pos[c] - last_n, begun = gone - pos[0];
+        if (int(id) == tokens[c]) count++;
+        if (gone >= 0 && gone < int(p.n_ctx) && int(id) == (begun >= 0 ? tokens[begun] : seen[places + uint(gone)])) count--;
+    }
+#else
+    const int token = tokens[COLUMN], at = pos[COLUMN], leaves = at - last_n;
     // If last_n is 0, this step's token is itself the one that leaves;
     // its place is written below, perhaps by another thread, so it must not be read here.
     if (int(id) == token) count++;
     if (leaves >= 0 && leaves < int(p.n_ctx) && int(id) == (last_n == 0 ? token : seen[IN_SEEN(places + uint(leaves))])) count--;
     seen[IN_SEEN(COUNTS + id)] = count;
     if (int(id) == token && at < int(p.n_ctx)) seen[IN_SEEN(places + uint(at))] = token;
+#endif
 
     float x = logits[IN_COLUMN(id, p.vocab)] + bias[IN_SLOT(id, p.vocab)];
     if (count > 0) {
@@ -82,7 +107,7 @@ void main() {
         x -= intBitsToFloat(seen[IN_SEEN(1)]) + intBitsToFloat(seen[IN_SEEN(2)]) * float(count);
     }
 #ifdef MASKED
-    if ((mask[IN_SLOT(id >> 5, (p.vocab + 31u) / 32u)] >> (id & 31u) & 1u) == 0u) x = uintBitsToFloat(0xff800000u);
+    if ((mask[IN_MASK(id >> 5, (p.vocab + 31u) / 32u)] >> (id & 31u) & 1u) == 0u) x = uintBitsToFloat(0xff800000u);
 #endif
     y[IN_COLUMN(id, p.vocab)] = x;
 }

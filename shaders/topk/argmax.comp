@@ -3,6 +3,7 @@
 //   MODE 0  it is stored (ARGMAX)
 //   MODE 1  it is the next token, and the generation loop advances (SAMPLE, greedy); with COLUMNS the row is a column with a loop of its own
 //   MODE 2  the largest logit becomes the reference of SAMPLE's distances; at temperature 0 the token is made right here
+// With COLUMNS or DRAFTS (MODE 2 alone) rows are columns, see sample/column.glsl.
 //
 // Bindings:
 //   0  logits   F32 [n, vocab]
@@ -10,12 +11,12 @@
 //   2  tickets  one counter per row (common/ticket.glsl)
 //   3  ids      MODE 0: I32 [n]
 //   LOOP_BIND ..  loop, tokens, pos, of columns more: MODE 1 and 2 (sample/loop.glsl)
-//   LOOP_BIND + 3, of columns + 7  scratch: MODE 2 (sample/scale.glsl)
+//   LOOP_BIND + 3, with COLUMNS + 7  scratch: MODE 2 (sample/scale.glsl)
 //
 // Workgroup (x, y) takes logits x * WG_SIZE * PER_THREAD .. of row y; neighbouring threads read neighbouring logits. The last workgroup of a
 // row to arrive takes the largest of the partial results.
 //
-// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, COLUMNS 1 or nothing, those of common/reduce.glsl
+// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, COLUMNS or DRAFTS 1 or nothing, those of common/reduce.glsl
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
@@ -55,21 +56,23 @@ void main() {
     const uint tid = gl_LocalInvocationID.x;
     const uint row = gl_WorkGroupID.y;
     const uint groups = gl_NumWorkGroups.x;
-#ifdef COLUMNS
+#ifdef MANY_COLUMNS
     const uint fate = column_fate();
     if (fate != DRAWS) {
 #if MODE == 2
         if (gl_WorkGroupID.x == 0 && tid == 0) scratch[IN_SCRATCH(SCRATCH_STATE)] = 1;
 #endif
+#ifdef COLUMNS
         // Every workgroup of the column has seen what becomes of it before the last one changes that.
         if (fate == ENDS && (groups == 1 || last_to_arrive(row, groups)) && tid == 0) column_end();
+#endif
         return;
     }
 #endif
     const uint from = gl_WorkGroupID.x * (WG_SIZE * PER_THREAD) + tid;
     float mine[PER_THREAD];
     [[unroll]] for (uint i = 0; i < PER_THREAD; i++) mine[i] = logits[row * p.vocab + min(from + i * WG_SIZE, p.vocab - 1)];
-#if MODE > 0 && !defined(COLUMNS)
+#if MODE > 0 && !defined(MANY_COLUMNS)
     if (loop_stopped()) return;
 #endif
     uvec2 best = NO_CANDIDATE;

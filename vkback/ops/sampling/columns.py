@@ -114,7 +114,7 @@ class SampleColumns(Op):
             )
         state = [Arg(t, "rw") for t in (loops, tokens, pos, rows)] + [Arg(t) for t in (slots, draws, pages)]
         sizes = (capacity, n_slots, page, pages.shape[1])
-        return pick_dispatches(node, ctx, logits, state, sizes, node.params.get("greedy", False), columns=True)
+        return pick_dispatches(node, ctx, logits, state, sizes, node.params.get("greedy", False), columns="COLUMNS")
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")

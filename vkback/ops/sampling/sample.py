@@ -162,14 +162,15 @@ def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, 
 
 
 def pick_dispatches(
-    node: Node, ctx: LowerContext, logits: Tensor, state: Sequence[Arg], loop: Sequence[int], greedy: bool, columns: bool = False
+    node: Node, ctx: LowerContext, logits: Tensor, state: Sequence[Arg], loop: Sequence[int], greedy: bool, columns: str = ""
 ) -> list[Dispatch]:
-    """The dispatches of SAMPLE; columns: of SAMPLE_COLUMNS, for each row of logits.
+    """The dispatches of SAMPLE; columns "COLUMNS": of SAMPLE_COLUMNS, for each row of logits; "DRAFTS": the first of SAMPLE_DRAFTS, not
+    greedy.
 
     state, loop  bindings and push constants of shaders/sample/loop.glsl
     """
     n, vocab = logits.shape
-    extra: Defines = {"COLUMNS": 1} if columns else {}
+    extra: Defines = {columns: 1} if columns else {}
     if greedy:
         return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3, **extra}, loop)]
     if vocab > MAX_VOCAB:
