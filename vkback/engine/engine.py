@@ -9,9 +9,11 @@ submits finish.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal, cast
@@ -25,12 +27,13 @@ from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
+from vkback.engine.draft_programs import DraftPrograms
+from vkback.engine.drafts import DraftCounts, DraftError, Drafts, Pace, Probe
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import Prompts
-from vkback.engine.readback import Readback
-from vkback.engine.sampler import RING, Sampler, loop_kind, loop_state
+from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
 from vkback.engine.snapshot import Snapshot
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.engine.weights import LoadedWeights, Repack, WeightLoad
@@ -46,6 +49,7 @@ from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.matmul.gemm_problem import GemmKernel
+from vkback.ops.sampling.lookup import LOOP_LIMIT
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
@@ -56,6 +60,7 @@ from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, identity
 
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
 
 TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
@@ -63,6 +68,41 @@ TOKENS_PER_SUBMIT = 8
 
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
+
+
+@dataclass
+class _Run:
+    """Tokens that are made without a change of programs: what is asked for, and how far it is.
+
+    first   the last token of the text
+    n       tokens to make
+    kind    as of `loop_kind`
+    eos     ids that end the text
+    ended   why it came to an end before that: "timed out" (a spin-wait), "overflow" (of f16), "wants drafts" (which are not ready)
+    counts  of its drafts
+    """
+
+    first: int
+    n: int
+    sampler: Sampler
+    kind: str
+    eos: Sequence[int]
+    on_logits: Callable[[Floats], object] | None = None
+    constraint: Constraint | None = None
+    drafts: Drafts | None = None
+    probe: Probe | None = None
+    constrained: bool = False
+    made: int = 0
+    ended: str = ""
+    counts: DraftCounts = field(default_factory=DraftCounts)
+
+    def __post_init__(self) -> None:
+        self.constrained |= self.constraint is not None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the host is needed between two tokens."""
+        return self.on_logits is not None or self.constraint is not None
 
 
 class Engine:
@@ -90,6 +130,10 @@ class Engine:
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
+        self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
+        self._no_drafts = "its recurrent states cannot go back" if model.architecture.recurrent else ""
+        self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
+        self.draft_counts = DraftCounts()
         self._report = options.progress
         self._prompts = Prompts(
             device,
@@ -225,6 +269,7 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+        self._draft_programs.close()
         self._token_programs.close()
         for arena in reversed(self._arenas):
             arena.destroy()
@@ -348,8 +393,8 @@ class Engine:
             if sampler:
                 self._token_programs.loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
                 if room:
-                    self._begin_loop(0, sampler, [], constrained=constrained)
-                    tickets.append(self._token_programs.loop(loop, 1).submit(self.device)[0])
+                    self._begin_loop(_Run(0, 1, sampler, loop, [], constrained=constrained))
+                    tickets.append(self._token_programs.submit(self._token_programs.loop(loop, 1))[0])
             for ticket in tickets:
                 ticket.wait()
 
@@ -409,6 +454,7 @@ class Engine:
             self._prompts.limit(ubatch)
         if n_ctx == self.n_ctx:
             return
+        self._draft_programs.close()
         self._token_programs.forget_programs()
         self._arenas.remove(self._state.arena)
         self._state.arena.destroy()
@@ -423,9 +469,15 @@ class Engine:
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
         needs clearing."""
-        self.n_past = 0
-        self._fed.clear()
+        self._leave(0)
         self._states_ahead = False
+
+    def _leave(self, n: int) -> None:
+        """Only the first n tokens stay; the others are of an earlier text from here on."""
+        if n < len(self._fed):
+            self._earlier = [*self._earlier, *self._fed[n:][-EARLIER:], -1][-EARLIER:]
+        self.n_past = n
+        del self._fed[n:]
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -438,8 +490,7 @@ class Engine:
             return True
         if n > self.n_past or (self.model.architecture.recurrent and n):
             return False
-        self.n_past = n
-        del self._fed[n:]
+        self._leave(n)
         if not n:
             self._states_ahead = False
         return True
@@ -537,6 +588,7 @@ class Engine:
 
     def use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages; why: for the log."""
+        self._draft_programs.forget_programs()
         self._token_programs.forget_programs()
         self._plans.use_barriers(why)
         self._token_programs.forget_timeouts()
@@ -550,6 +602,7 @@ class Engine:
         stop_at_eos: bool = True,
         on_logits: Callable[[Floats], object] | None = None,
         constraint: Constraint | None = None,
+        drafts: Drafts | None = None,
     ) -> Generator[int, None, None]:
         """Generate n tokens after token `first` (which goes through the model first), as they come from the device.
 
@@ -557,76 +610,165 @@ class Engine:
         on_logits  called before each token with the logits of the model that it was picked from, float32 [n_vocab]; then a submit makes one
                    token, which changes no token and costs speed
         constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
-        token Raises EngineError when the context is full or the logits are not numbers.
+        token
+        drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits or
+                   a constraint there are none
+        Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
         kind = loop_kind(sampler, constraint is not None)
         self._check_room(n, "generation")
         self.check_ids([first])
         self.check_ids([id for id, _ in sampler.logit_bias])
+        self.draft_counts = DraftCounts()
+        # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
+        alone = on_logits is not None or constraint is not None
+        drafts = self._possible(drafts, alone)
+        probe = Probe([*self._fed, first], self._earlier) if drafts is not None and not drafts.pinned else None
+        if drafts is not None and drafts.pinned:
+            self.prepare_drafts(first, sampler, drafts)
+        made = 0
+        while made < n:
+            run = _Run(first, n - made, sampler, kind, self.end_ids(stop_at_eos), on_logits, constraint, drafts, probe)
+            yield from self._submits(run)
+            made, first = made + run.made, run.first
+            self.draft_counts = self.draft_counts + run.counts
+            if run.ended == "timed out":
+                self.use_barriers(TIMED_OUT)
+                if drafts is not None and drafts.pinned:
+                    self.prepare_drafts(first, sampler, drafts)
+            elif run.ended == "overflow":
+                self._no_drafts = "activations are beyond the range of f16 in a step of several tokens"
+                log.warning("going on without drafts: %s", self._no_drafts)
+                drafts = probe = None
+            elif run.ended == "wants drafts" and drafts is not None:
+                self.prepare_drafts(first, sampler, drafts)
+            else:
+                return
+
+    def _possible(self, drafts: Drafts | None, alone: bool) -> Drafts | None:
+        """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
+        if drafts is None or not drafts.classes:
+            return None
+        if self._no_drafts and drafts.pinned:
+            raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
+        return None if self._no_drafts or alone else drafts
+
+    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
+        """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
+        kind, programs = loop_kind(sampler), self._draft_programs
+        classes = [c for c in drafts.classes if self.n_past + 4 * c <= self.n_ctx]
+        known = replace(drafts, known=(first,) * self.n_ctx)
+
+        def begin() -> None:
+            self._begin_loop(_Run(first, self.n_ctx, sampler, kind, [], drafts=known))
+
+        def run(columns: int, steps: int) -> float:
+            begin()
+            loop = self._token_programs.loop(kind, steps) if columns == 1 else programs.loop(columns, kind, steps)
+            begun = time.perf_counter()
+            self._token_programs.submit(loop)[0].wait()
+            return time.perf_counter() - begun
+
+        with self._kernels.preparing([]):
+            for columns in classes:
+                program = programs.program(columns, kind)
+                run(columns, 1)
+                if (made := program.last_waited_for) is None:
+                    continue
+
+                def found(made: BufferRange = made) -> Words:
+                    return self.device.download(made, np.uint32)
+
+                def with_barriers(program: Program = program, found: Callable[[], Words] = found) -> Words:
+                    begin()
+                    self.device.submit(program.record("drafts, all barriers", barriers=True)).wait()
+                    return found()
+
+                what = "the values of a step with drafts"
+                if why := self._trial.fault((columns, kind), what, timed_out=program.timed_out, found=found, with_barriers=with_barriers):
+                    self.use_barriers(why)
+                    break
+            if not drafts.pinned:
+                programs.measure(kind, classes, run)
+
+    def _submits(self, run: _Run) -> Generator[int, None, None]:
+        """Tokens of a run, to its end."""
         # A generation that was left early may have put recurrent states ahead of n_past.
         self._catch_up()
         self._try_sync()
         if self._checkpoint is not None:
             self._checkpoint.save(self.n_past)
-        eos = self.end_ids(stop_at_eos)
-        self._begin_loop(first, sampler, eos, constrained=constraint is not None)
-        made = submitted = step = status = 0
-        timed_out = False
-        flying: deque[tuple[Ticket, Readback, int]] = deque()
-        # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
-        in_flight, at_once = (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT) if on_logits is None and constraint is None else (1, 1)
+        self._begin_loop(run)
+        tokens, times = self._token_programs, self._draft_programs.times.get(run.kind) if run.drafts is not None else None
+        in_flight, at_once = (1, 1) if run.alone else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
+        pace = Pace(run.drafts, run.n, at_once, run.probe, times)
+        step, status = 0, STATUS_RUNNING
+        flying: deque[tuple[Ticket, int, int]] = deque()
         try:
-            while made < n:
+            while run.made < run.n:
                 # Keep the queue full: the next submit starts when one ends.
-                while submitted < n and len(flying) < in_flight:
-                    size = at_once if n - submitted >= at_once else 1
-                    if constraint is not None:
-                        self.device.upload(self._token_programs.inputs["mask"], constraint.mask())
-                    ticket, back = self._token_programs.loop(kind, size, logits=on_logits is not None).submit(self.device)
-                    submitted += size
-                    flying.append((ticket, back, submitted))
-                ticket, back, upto = flying.popleft()
+                run.ended = "wants drafts" if pace.wants_drafts else ""
+                while not run.ended and len(flying) < in_flight and (size := pace.next()) is not None:
+                    if run.constraint is not None:
+                        self.device.upload(tokens.inputs["mask"], run.constraint.mask())
+                    if size.columns > 1:
+                        loop = self._draft_programs.loop(size.columns, run.kind, size.steps)
+                    else:
+                        loop = tokens.loop(run.kind, size.steps, logits=run.on_logits is not None)
+                    flying.append((*tokens.submit(loop), size.columns))
+                if not flying:
+                    return
+                ticket, number, columns = flying.popleft()
                 ticket.wait()
+                back = tokens.back(number)
                 # The results of this submit, and of those behind it, are undefined.
-                if timed_out := back.timed_out:
-                    break
+                run.ended = "timed out" if back.timed_out else run.ended
+                if columns > 1 and self._draft_programs.overflowed(number):
+                    run.ended = run.ended or "overflow"
+                if run.ended in ("timed out", "overflow"):
+                    return
+                if columns > 1:
+                    run.counts = self._draft_programs.counts(number)
                 words = back.result.map().view(np.int32)
                 step, status = int(words[0]), int(words[1])
-                ids = [int(words[LOOP_RING + i % RING]) for i in range(made, min(step, upto))]
+                ids = [int(words[LOOP_RING + i % RING]) for i in range(run.made, min(step, run.n))]
+                pace.take(ids)
                 for token in ids:
-                    if on_logits is not None:
-                        on_logits(self._token_programs.logits())
-                    made += 1
+                    if run.on_logits is not None:
+                        run.on_logits(tokens.logits())
+                    run.made += 1
                     # The cache holds the token that went in; the new one is only picked.
-                    self._advance([first])
-                    first = token
-                    if constraint is not None:
-                        constraint.take(token)
+                    self._advance([run.first])
+                    run.first = token
+                    if run.constraint is not None:
+                        run.constraint.take(token)
                     yield token
                 if status == STATUS_NAN:
                     raise self._not_numbers("at", self.n_past + 1)
-                if status == STATUS_EOS or (constraint is not None and constraint.ended):
+                if status == STATUS_EOS or (run.constraint is not None and run.constraint.ended):
+                    run.ended = ""
                     return
         finally:
+            submitted = run.made + sum(f.steps for f in pace.flying)
             with contextlib.suppress(DeviceLost):  # which the wait above has reported
-                for ticket, _, _ in flying:
+                for ticket, *_ in flying:
                     ticket.wait()
             # Recurrent states cannot go back: note that the device is ahead of what was yielded.
-            if self.model.architecture.recurrent and (made < step or (status == STATUS_RUNNING and made < submitted)):
+            if self.model.architecture.recurrent and (run.made < step or (status == STATUS_RUNNING and run.made < submitted)):
                 self._states_ahead = True
-        # Go on from the last good token, with barriers.
-        if timed_out:
-            self.use_barriers(TIMED_OUT)
-            yield from self.generate(first, n - made, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
 
-    def _begin_loop(self, first: int, sampler: Sampler, eos: Sequence[int], *, constrained: bool) -> None:
-        self._token_programs.set_input(first, self.n_past)
-        self.device.upload(self._token_programs.inputs["loop"], loop_state(sampler, eos))
-        if sampler.penalizes or constrained:
+    def _begin_loop(self, run: _Run) -> None:
+        loop = loop_state(run.sampler, run.eos)
+        loop[LOOP_LIMIT] = run.n
+        self._token_programs.set_input(run.first, self.n_past)
+        self.device.upload(self._token_programs.inputs["loop"], loop)
+        if run.sampler.penalizes or run.constrained:
             vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
-            self.device.upload(inputs["bias"], sampler.bias(vocab))
-            self.device.upload(inputs["seen"], sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
+            self.device.upload(inputs["bias"], run.sampler.bias(vocab))
+            self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
+        if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.kind in self._draft_programs.times):
+            self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier)
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vkback.engine.prompts import PromptHead, with_barriers
-from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_sampler
+from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_drafts, add_sampler
 from vkback.events import log
 from vkback.graph import Graph
 from vkback.models.builder import CacheTypes, Head
@@ -45,6 +45,15 @@ class Plans:
             if kind != "logits":
                 penalties_ctx = self.n_ctx if PENALIZED in kind else None
                 add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=penalties_ctx, masked=kind.endswith(CONSTRAINED))
+            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
+        return self._schedules[key]
+
+    def drafts(self, columns: int, kind: str) -> Schedule:
+        """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`, without constraints."""
+        key = self.n_ctx, f"drafts, {kind}", columns
+        if key not in self._schedules:
+            graph = self.graph(columns, "all")
+            add_drafts(graph, columns, greedy=kind.startswith("greedy"), n_ctx=self.n_ctx, penalties=PENALIZED in kind)
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
 

@@ -34,7 +34,8 @@ class Readback:
 
 
 class TokenLoop:
-    """A recording of `tokens` generated tokens, as many copies as may be in flight, each with its own read-back of the loop state."""
+    """A recording of `tokens` generated tokens (of steps, with drafts), as many copies as may be in flight, each with its own read-back of
+    the loop state."""
 
     def __init__(
         self,
@@ -43,16 +44,15 @@ class TokenLoop:
         tokens: int,
         loop: BufferRange,
         readback: Sequence[Readback],
-        copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+        copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]],
     ) -> None:
-        """copies: (source, target) copied at the end, beside the read-back."""
+        """copies: for each read-back (source, target) copied at the end beside it."""
         self.tokens = tokens
-        self.copies = [
-            (program.record(f"{name} x{tokens}", repeat=tokens, copies=[*back.copies(program, loop), *copies]), back) for back in readback
+        self._copies = [
+            program.record(f"{name} x{tokens}", repeat=tokens, copies=[*back.copies(program, loop), *others])
+            for back, others in zip(readback, copies, strict=True)
         ]
-        self._next = 0
 
-    def submit(self, device: Device) -> tuple[Ticket, Readback]:
-        commands, back = self.copies[self._next]
-        self._next = (self._next + 1) % len(self.copies)
-        return device.submit(commands), back
+    def submit(self, device: Device, back: int) -> Ticket:
+        """back: number of the read-back, which nothing in flight may use."""
+        return device.submit(self._copies[back])

@@ -12,8 +12,12 @@ import numpy.typing as npt
 
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sampling.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING
+
+EARLIER = 8192
+"""Tokens of earlier texts that are kept to draft from."""
 
 RING = 4096
 """Token ids the loop state keeps: more than all submits in flight can make."""
@@ -91,6 +95,35 @@ def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None,
         graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos, *mask), (penalized, seen))
         logits = penalized
     graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
+
+
+def draft_words(n_ctx: int) -> int:
+    """Words of LOOKUP's `text` before the context's own: earlier texts, or a draft for each position."""
+    return max(EARLIER + 1, n_ctx)
+
+
+def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penalties: bool = False) -> None:
+    """Make a graph of so many tokens, with the logits of all, a step with drafts: LOOKUP before it, SAMPLE_DRAFTS behind it.
+
+    n_ctx      rows of the cache
+    penalties  PENALTIES_DRAFTS comes before the choice
+    """
+    logits = graph.outputs[0]
+    tokens, pos = (Tensor(name, "I32", (columns,), "input") for name in ("tokens", "pos"))
+    loop, draft = Tensor("loop", "I32", (LOOP_RING + RING,), "input"), Tensor("draft", "I32", (DRAFT_WORDS,), "input")
+    text = Tensor("text", "I32", (draft_words(n_ctx) + n_ctx,), "input")
+    graph.add("LOOKUP", (text, draft, loop, tokens, pos), (text, draft, tokens, pos), before=draft_words(n_ctx), capacity=RING)
+    graph.nodes.insert(0, graph.nodes.pop())
+    counted: tuple[Tensor, ...] = ()
+    if penalties:
+        vocab = logits.shape[-1]
+        bias = Tensor("bias", "F32", (vocab,), "input")
+        seen = Tensor("seen", "I32", (SEEN_COUNTS + vocab + n_ctx,), "input")
+        penalized = Tensor("result_penalized", "F32", logits.shape)
+        graph.add("PENALTIES_DRAFTS", (logits, bias, seen, loop, tokens, pos), (penalized,))
+        logits, counted = penalized, (seen,)
+    state = (loop, tokens, pos, draft, *counted)
+    graph.add("SAMPLE_DRAFTS", (logits, *state), state, capacity=RING, greedy=greedy)
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:

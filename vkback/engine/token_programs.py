@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.device import Arena, BufferRange, Commands, Device, Ticket
 from vkback.engine.plans import Plans
 from vkback.engine.readback import Readback, TokenLoop
 from vkback.engine.sampler import PENALIZED, RING
+from vkback.ops.sampling.lookup import MAX_COLUMNS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sampling.sample import LOOP_RING
 from vkback.plan.schedule import Schedule, aligned
@@ -18,7 +19,7 @@ from vkback.program import Program
 
 Floats = npt.NDArray[np.float32]
 
-INPUT_BYTES = aligned(4)  # from a token to its position in memory
+INPUT_BYTES = aligned(4 * MAX_COLUMNS)  # from the tokens of a step to their positions in memory
 
 SUBMITS_IN_FLIGHT = 2
 
@@ -42,6 +43,7 @@ class TokenPrograms:
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._penalties: dict[str, BufferRange] = {}
+        self._turn = 0
 
     def allocate(self) -> None:
         """Take memory for inputs and what is read back."""
@@ -81,8 +83,7 @@ class TokenPrograms:
     def program(self, kind: str) -> Program:
         """The program of a kind."""
         if kind not in self._programs:
-            one = self.inputs["one"]
-            inputs = {"tokens": one.slice(0, 4), "pos": one.slice(INPUT_BYTES, 4)} | {n: self.inputs[n] for n in ("loop", "mask")}
+            inputs = self.columns(1)
             if PENALIZED in kind:
                 inputs |= self.penalty_inputs()
             self._programs[kind] = self._bind(self._plans.token(kind), inputs)
@@ -107,8 +108,27 @@ class TokenPrograms:
         if key not in self._loops:
             program = self.program(kind)
             copies = [(found := program.range("result_output"), self._logits_back.result.slice(0, found.size))] if logits else []
-            self._loops[key] = TokenLoop(program, kind, size, self.inputs["loop"], self._loop_backs, copies)
+            self._loops[key] = self.token_loop(program, kind, size, [copies] * len(self._loop_backs))
         return self._loops[key]
+
+    def token_loop(self, program: Program, name: str, steps: int, copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]]) -> TokenLoop:
+        """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
+        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies)
+
+    def submit(self, loop: TokenLoop) -> tuple[Ticket, int]:
+        """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops."""
+        back = self._turn
+        self._turn = (self._turn + 1) % len(self._loop_backs)
+        return loop.submit(self._device, back), back
+
+    def back(self, number: int) -> Readback:
+        """Where a submit's results are."""
+        return self._loop_backs[number]
+
+    def columns(self, count: int) -> dict[str, BufferRange]:
+        """Inputs of a program of so many tokens, the first of which is that of the programs of one."""
+        one = self.inputs["one"]
+        return {"tokens": one.slice(0, 4 * count), "pos": one.slice(INPUT_BYTES, 4 * count)} | {n: self.inputs[n] for n in ("loop", "mask")}
 
     def set_input(self, token: int, position: int) -> None:
         """The token of the next submit."""

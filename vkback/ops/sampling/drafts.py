@@ -4,14 +4,14 @@
     -> loop, tokens, pos, draft (, seen) in place
     params: capacity; greedy (the loop's temp is known to be 0 or less)
 
-Column c is token tokens[c] at position pos[c], -1: there is none. Its logits pick a token as SAMPLE picks it, with the same bits: the noise
-belongs to the position. What column 0 picks is the text's next token. If that is the draft in column 1, what column 1 picks is the one after
-it, and so on: the first column whose draft is another token, or is none, ends the step. So the text is the one without drafts, whatever
-these are.
+Column c is token tokens[c] at position pos[c], -1: there is none. Its logits pick a token as SAMPLE picks it, with the same bits: the
+noise belongs to the position. What column 0 picks is the text's next token. If that is the draft in column 1, what column 1 picks is the
+one after it, and so on: the first column whose draft is another token, or is none, ends the step. So the text is the one without drafts,
+whatever these are.
 
-Each token goes into the ring; the last one into tokens[0], and pos[0] grows by their number. Words of `loop` are SAMPLE's; word 2 is the most
-tokens to make (0: no limit). Status, after the first token of which one holds: 1 NaN among its logits (it is not made), 2 it ends the text, 3
-the limit is reached.
+Each token goes into the ring; the last one into tokens[0], and pos[0] grows by their number. Words of `loop` are SAMPLE's; word 2 is the
+most tokens to make (0: no limit). Status, after the first token of which one holds: 1 NaN among its logits (it is not made), 2 it ends the
+text, 3 the limit is reached.
 
 With `seen`, PENALTIES_DRAFTS comes before, and the tokens of the columns whose picks were taken are counted in.
 """
@@ -62,8 +62,8 @@ def count_in(seen: Array, vocab: int, token: int, place: int) -> None:
 
 
 KINDS = ("all", "none", "some", "no_drafts", "eos", "eos_later", "limit", "nan", "nan_later", "stopped")
-"""What a case's drafts are like: all right; the first is wrong; one in the middle is; there are none; the first token picked ends the text, or
-the second; the limit is reached within the drafts; NaN in the first column, or in the second; the loop has stopped."""
+"""What a case's drafts are like: all right; the first is wrong; one in the middle is; there are none; the first token picked ends the
+text, or the second; the limit is reached within the drafts; NaN in the first column, or in the second; the loop has stopped."""
 
 
 @register
@@ -111,8 +111,8 @@ class SampleDrafts(Op):
         capacity, (n, vocab) = node.params["capacity"], logits.shape
         if loop.shape != (LOOP_RING + capacity,) or draft.shape != (DRAFT_WORDS,) or {tokens.shape, pos.shape} != {(n,)} or n > MAX_COLUMNS:
             raise PlanError(
-                f"[SAMPLE_DRAFTS] {node.name}: {logits}, {loop}, {tokens}, {pos}, {draft}; expected a token and a position for each of at most "
-                f"{MAX_COLUMNS} rows of logits, {LOOP_RING + capacity} words of a loop with a ring of {capacity}, {DRAFT_WORDS} of draft"
+                f"[SAMPLE_DRAFTS] {node.name}: {logits}, {loop}, {tokens}, {pos}, {draft}; expected a token and a position for each of at "
+                f"most {MAX_COLUMNS} rows of logits, {LOOP_RING + capacity} words for a ring of {capacity}, {DRAFT_WORDS} of draft"
             )
         n_ctx = seen[0].elements - SEEN_COUNTS - vocab if seen else 0
         picked = Tensor(f"{node.name}.picked", "I32", (n,))

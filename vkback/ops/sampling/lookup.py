@@ -10,8 +10,8 @@ columns at all. Of SAMPLE's `loop` word 2 limits the tokens to make (0: no limit
 `text` has the token of position q at before + q; tokens that the loop made since the last step are brought there from its ring. The first
 `before` words are earlier texts, each with -1 behind it, the last one up to the end of these words.
 
-The draft is what followed the longest match: the place whose tokens, read backwards, agree with the text's end in the most tokens (up to 32,
-at least MATCH); of equal ones the latest. Where a match overlaps the end the draft goes on with its own copy. A draft ends before -1.
+The draft is what followed the longest match: the place whose tokens, read backwards, agree with the text's end in the most tokens (up to
+32, at least MATCH); of equal ones the latest. Where a match overlaps the end the draft goes on with its own copy. A draft ends before -1.
 
 Words of `draft`:
 
@@ -150,8 +150,8 @@ class Lookup(Op):
         n = tokens.elements
         if loop.shape != (LOOP_RING + capacity,) or draft.shape != (DRAFT_WORDS,) or not 0 <= before < text.elements <= MAX_WORDS:
             raise PlanError(
-                f"[LOOKUP] {node.name}: {text}, {draft}, {loop}, {before} words before; expected at most {MAX_WORDS} words of text, more than "
-                f"those before, {DRAFT_WORDS} of draft and {LOOP_RING + capacity} of a loop with a ring of {capacity}"
+                f"[LOOKUP] {node.name}: {text}, {draft}, {loop}, {before} words before; expected at most {MAX_WORDS} words of text, more "
+                f"than those before, {DRAFT_WORDS} of draft and {LOOP_RING + capacity} of a loop with a ring of {capacity}"
             )
         if tokens.shape != pos.shape or not 1 <= n <= MAX_COLUMNS:
             raise PlanError(f"[LOOKUP] {node.name}: {tokens}, {pos}; expected as many of both, at most {MAX_COLUMNS}")
@@ -191,7 +191,9 @@ class Lookup(Op):
     def build_case(self, n: int, length: int, before: int, kind: str = "copy", ring: int = 20, seed: int = 1) -> Case:
         """length: tokens of the text, of which the loop has made some that stand in its ring alone. kind: of KINDS."""
         if kind not in KINDS or min(n, length) < 1 or before < 0 or ring < 1:
-            raise CaseLineError(f"LOOKUP: n={n}, length={length}, before={before}, kind={kind}: expected 1 and more, a kind of {', '.join(KINDS)}")
+            raise CaseLineError(
+                f"LOOKUP: n={n}, length={length}, before={before}, kind={kind}: expected 1 and more, a kind of {', '.join(KINDS)}"
+            )
 
         def make(rng: np.random.Generator) -> Problem:
             n_ctx = length + 40

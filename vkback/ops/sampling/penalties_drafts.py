@@ -46,13 +46,15 @@ class PenaltiesDrafts(Op):
         logits, bias, seen, loop, tokens, pos, *masks = node.inputs
         n, vocab = logits.shape
         n_ctx = seen.elements - SEEN_COUNTS - vocab
-        if bias.shape != (vocab,) or n_ctx < 1 or {tokens.shape, pos.shape} != {(n,)} or [m.shape for m in masks] not in (
-            [],
-            [(n, mask_words(vocab))],
+        if (
+            bias.shape != (vocab,)
+            or n_ctx < 1
+            or {tokens.shape, pos.shape} != {(n,)}
+            or [m.shape for m in masks] not in ([], [(n, mask_words(vocab))])
         ):
             raise PlanError(
-                f"[PENALTIES_DRAFTS] {node.name}: {', '.join(map(str, node.inputs))}: expected {vocab} biases, in seen {SEEN_COUNTS} words, "
-                f"as many counts and the text, for each of {n} columns a token, a position and, if there are masks, {mask_words(vocab)} words"
+                f"[PENALTIES_DRAFTS] {node.name}: {', '.join(map(str, node.inputs))}; expected {vocab} biases, in seen "
+                f"{SEEN_COUNTS} words, counts and the text, for each of {n} columns a token, a position, with masks {mask_words(vocab)} words"
             )
         y = node.outputs[0]
         return [
@@ -92,8 +94,8 @@ class PenaltiesDrafts(Op):
     def build_case(
         self, vocab: int, n: int, last_n: int, length: int = 40, masked: bool = False, stopped: bool = False, seed: int = 1
     ) -> Case:
-        """length: tokens of the text before column 0's, from the first twenty of the vocabulary, as are the drafts; of more than two columns
-        the last has none. masked: a third of all tokens stay. stopped: the loop has."""
+        """length: tokens of the text before column 0's, from the first twenty of the vocabulary, as are the drafts; of more than two
+        columns the last has none. masked: a third of all tokens stay. stopped: the loop has."""
         if min(vocab, n, length) < 1:
             raise CaseLineError(f"PENALTIES_DRAFTS: vocab={vocab}, n={n}, length={length}: expected 1 and more")
 

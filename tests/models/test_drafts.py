@@ -1,0 +1,201 @@
+"""Steps with drafts against steps without: samplers, kinds of drafts, architectures, types of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vkback.device import Device
+from vkback.engine.drafts import DraftError, Drafts
+from vkback.engine.engine import Engine
+from vkback.engine.sampler import Sampler
+from vkback.models import ARCHITECTURES
+from vkback.models.synth import synthesize
+from vkback.ops.sampling.sample import noise
+
+TINY = sorted(shape for arch in ARCHITECTURES.values() for shape in arch.shapes if shape.startswith("tiny-"))
+
+N_CTX = 128
+N = 40
+
+SAMPLERS = {
+    "greedy": Sampler(),
+    "temperature": Sampler(temp=0.8, top_k=0, top_p=1.0, min_p=0.0, seed=3),
+    "filters": Sampler(temp=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=4),
+    "penalties": Sampler(repeat_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, penalty_last_n=5),
+    "penalties of all": Sampler(temp=0.7, repeat_penalty=1.1, penalty_last_n=-1, seed=5),
+    "bias": Sampler(temp=0.5, logit_bias=((7, 4.0), (9, -np.inf)), seed=6),
+}
+
+
+def made(engine: Engine, prompt: Sequence[int], sampler: Sampler, drafts: Drafts | None, n: int = N, eos: bool = False) -> list[int]:
+    engine.reset()
+    engine.prompt(prompt[:-1])
+    return list(engine.generate(prompt[-1], n, sampler=sampler, stop_at_eos=eos, drafts=drafts))
+
+
+def drafts_about(prompt: Sequence[int], text: Sequence[int], vocab: int) -> dict[str, tuple[int, ...]]:
+    """Drafts by position, beside those that are looked up: none, of the very text, of others."""
+    whole, rng = [*prompt, *text], np.random.default_rng(1)
+    some = [t if rng.random() < 0.7 else int(rng.integers(vocab)) for t in whole]
+    return {
+        "none": (-1,),
+        "right": tuple(whole),
+        "wrong": tuple((t + 1) % vocab for t in whole),
+        "random": tuple(rng.integers(0, vocab, N_CTX).tolist()),
+        "some": tuple(some),
+    }
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Engine:
+    path = tmp_path_factory.mktemp("drafts") / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    return Engine.load(path, device, n_ctx=N_CTX)
+
+
+PROMPT = (5, 6, 7, 5, 6, 8, 5, 6, 7)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_text_has_the_same_bits_whatever_its_drafts_are(name: str, llama: Engine) -> None:
+    sampler, vocab = SAMPLERS[name], llama.model.hp.n_vocab
+    for columns in (4, 8):
+        text = made(llama, PROMPT, sampler, Drafts(pinned=columns, known=(-1,)))
+        assert llama.draft_counts.drafted == 0
+        assert made(llama, PROMPT, sampler, Drafts(pinned=columns)) == text
+        for kind, known in drafts_about(PROMPT, text, vocab).items():
+            assert made(llama, PROMPT, sampler, Drafts(pinned=columns, known=known)) == text, kind
+            counts = llama.draft_counts
+            if kind == "right":
+                assert counts.accepted == counts.drafted == N - counts.steps and counts.steps <= -(-N // columns) + 1
+            elif kind == "wrong":
+                assert counts.accepted == 0 and counts.drafted > 0
+
+
+@pytest.mark.vulkan
+def test_other_numbers_of_drafts_give_the_same_text(llama: Engine) -> None:
+    text = made(llama, PROMPT, Sampler(), Drafts(pinned=8, known=(-1,)))
+    for drafts in (Drafts(most=3, pinned=8), Drafts(least=5, most=7, pinned=8), Drafts(match=3, pinned=8)):
+        assert made(llama, PROMPT, Sampler(), drafts) == text
+    assert made(llama, PROMPT, Sampler(), Drafts(pinned=8), n=1) == text[:1]
+    assert made(llama, PROMPT, Sampler(), Drafts(pinned=8, known=tuple([*PROMPT, *text])), n=3) == text[:3]
+
+
+@pytest.mark.vulkan
+def test_a_text_ends_within_the_drafts_that_were_right(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = made(llama, PROMPT, SAMPLERS["temperature"], Drafts(pinned=8, known=(-1,)))
+    end = next(i for i in range(4, N) if text[i] not in text[:i])
+    monkeypatch.setattr(llama, "end_ids", lambda stop_at_eos: [text[end]] if stop_at_eos else [])
+    right = Drafts(pinned=8, known=tuple([*PROMPT, *text]))
+    assert made(llama, PROMPT, SAMPLERS["temperature"], right, eos=True) == text[: end + 1]
+    assert llama.n_past == len(PROMPT) + end
+
+
+@pytest.mark.vulkan
+def test_a_text_fills_the_context_to_its_end(llama: Engine) -> None:
+    n = N_CTX - len(PROMPT) + 1
+    text = made(llama, PROMPT, Sampler(), Drafts(pinned=16, known=(-1,)), n=n)
+    assert len(text) == n
+    assert made(llama, PROMPT, Sampler(), Drafts(pinned=16), n=n) == text
+    assert llama.n_past == N_CTX
+
+
+@pytest.mark.vulkan
+def test_a_text_goes_on_after_it_was_left(llama: Engine) -> None:
+    """Rows of drafts that were not accepted, and of what ran ahead, are not read."""
+    text = made(llama, PROMPT, Sampler(), Drafts(pinned=8, known=(-1,)))
+    known = tuple([*PROMPT, *text[:20], *[3] * 60])
+    llama.reset()
+    llama.prompt(PROMPT[:-1])
+    begun = llama.generate(PROMPT[-1], N, stop_at_eos=False, drafts=Drafts(pinned=8, known=known))
+    found = [next(begun) for _ in range(13)]
+    begun.close()
+    found += llama.generate(found[-1], N - 13, stop_at_eos=False, drafts=Drafts(pinned=8))
+    assert found == text
+
+
+def judged(engine: Engine, sampler: Sampler, prompt: Sequence[int], text: Sequence[int], margin: float) -> None:
+    """Every token is the one that the model picks from what stands before it, or as good as that within the rounding of kernels of other
+    shapes, measured in deviations of the scores."""
+    engine.reset()
+    logits = engine.prompt_logits([*prompt, *text][:-1])[len(prompt) - 1 :].astype(np.float64)
+    for i, (row, token) in enumerate(zip(logits, text, strict=True)):
+        scores = row / sampler.temp + noise(sampler.seed, len(prompt) - 1 + i, np.arange(len(row))) if sampler.temp else row
+        behind = float(scores.max() - scores[token])
+        assert behind <= margin * (row / (sampler.temp or 1.0)).std(), (i, token, int(scores.argmax()), behind)
+
+
+@pytest.mark.vulkan
+def test_widths_that_change_within_a_text_give_it_within_rounding(tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    with Engine.load(path, device, n_ctx=512, act="f32") as engine:
+        sampler, prompt = Sampler(logit_bias=tuple((i, 3.0) for i in (5, 6, 7))), (*PROMPT, *PROMPT)
+        plain = made(engine, prompt, sampler, None, 300)
+        assert made(engine, prompt, sampler, Drafts(), 300) == plain
+        assert engine.draft_counts.accepted > 100, "the text repeats itself"
+        assert made(engine, prompt, sampler, Drafts(most=3), 300) == plain
+        assert len(engine.draft_counts.by_place) <= 3
+
+
+@pytest.mark.vulkan
+def test_results_of_a_submit_are_its_own_whatever_runs_behind_it(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a text in the last, short submit was lost where that had ended before the one in front of it was read."""
+    texts = ((sampler, made(llama, PROMPT, sampler, None, 9)) for sampler in (Sampler(temp=0.8, seed=seed) for seed in range(20)))
+    sampler, text = next((sampler, text) for sampler, text in texts if text[8] not in text[:8])
+    monkeypatch.setattr(llama, "end_ids", lambda stop_at_eos: [text[8]] if stop_at_eos else [])
+    submit = llama.device.submit
+
+    def slow(commands: object) -> object:
+        ticket = submit(commands)  # type: ignore[arg-type]
+        ticket.wait()
+        return ticket
+
+    monkeypatch.setattr(llama.device, "submit", slow)
+    for _ in range(3):
+        assert made(llama, PROMPT, sampler, None, 9, eos=True) == text
+        made(llama, PROMPT, sampler, None, 1)  # whose submit takes the next read-back
+
+
+MARGIN = 2e-3
+"""As of tests/models/test_batch.py: f32 sums in another order."""
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shape", TINY)
+def test_drafts_of_every_architecture(shape: str, tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine:
+        sampler, vocab = SAMPLERS["temperature"], engine.model.hp.n_vocab
+        if engine.model.architecture.recurrent:
+            with pytest.raises(DraftError, match="no drafts for this model, its recurrent states cannot go back; expected drafts 0"):
+                made(engine, PROMPT, sampler, Drafts(pinned=4))
+            assert made(engine, PROMPT, sampler, Drafts()) == made(engine, PROMPT, sampler, None)
+            return
+        text = made(engine, PROMPT, sampler, Drafts(pinned=4, known=(-1,)), 24)
+        known = drafts_about(PROMPT, text, vocab)
+        for kind in ("right", "some"):
+            assert made(engine, PROMPT, sampler, Drafts(pinned=4, known=known[kind]), 24) == text, kind
+        judged(engine, sampler, PROMPT, text, MARGIN)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("shape", "k", "v"), [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0"), ("tiny-llama", "f32", "f16")]
+)
+def test_drafts_over_every_type_of_cache(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32", cache_type_k=k, cache_type_v=v) as engine:
+        sampler, vocab = SAMPLERS["temperature"], engine.model.hp.n_vocab
+        text = made(engine, PROMPT, sampler, Drafts(pinned=8, known=(-1,)), 24)
+        known = drafts_about(PROMPT, text, vocab)
+        for kind in ("right", "some"):
+            assert made(engine, PROMPT, sampler, Drafts(pinned=8, known=known[kind]), 24) == text, kind
+        judged(engine, sampler, PROMPT, text, 0.05 if "q4_0" in (k, v) else 0.02)

@@ -1,0 +1,139 @@
+"""Programs of a step with drafts over the caches of one context: planned, bound and recorded by class of step, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vkback.device import Arena, BufferRange, Device
+from vkback.engine.drafts import DraftCounts, Drafts, StepTimes
+from vkback.engine.plans import Plans
+from vkback.engine.readback import TokenLoop
+from vkback.engine.sampler import PENALIZED, draft_words
+from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
+from vkback.ops.sampling.lookup import DRAFT_WORDS, FIRST, FROM_TEXT, KNOWN, LEAST, MATCH, MODE, MOST
+from vkback.plan.schedule import Schedule, aligned
+from vkback.program import Program
+from vkback.program.program import overflow_bytes
+
+
+class DraftPrograms:
+    """Beside TokenPrograms, whose token, position and loop they share: steps of either kind may follow each other.
+
+    bind  (schedule, inputs by name) -> program
+    """
+
+    def __init__(
+        self, device: Device, plans: Plans, tokens: TokenPrograms, bind: Callable[[Schedule, dict[str, BufferRange]], Program]
+    ) -> None:
+        """Takes no memory until something is used."""
+        self._device, self._plans, self._tokens, self._bind = device, plans, tokens, bind
+        self._programs: dict[tuple[int, str], Program] = {}
+        self._loops: dict[tuple[int, str, int], TokenLoop] = {}
+        self._arenas: list[Arena] = []
+        self._inputs: dict[str, BufferRange] = {}
+        self._backs: list[BufferRange] = []
+        self._overflows: list[BufferRange] = []
+        self.times: dict[str, StepTimes] = {}
+
+    @property
+    def before(self) -> int:
+        """Words of `text` before the context's own."""
+        return draft_words(self._plans.n_ctx)
+
+    def inputs(self) -> dict[str, BufferRange]:
+        """`text` and `draft`, in memory that is taken when it is first used."""
+        if not self._inputs:
+            sizes = {"text": 4 * (self.before + self._plans.n_ctx), "draft": 4 * DRAFT_WORDS}
+            arena = self._device.arena("drafts", sum(map(aligned, sizes.values())), "device")
+            self._arenas.append(arena)
+            self._inputs = {name: arena.alloc(size, name) for name, size in sizes.items()}
+            count = SUBMITS_IN_FLIGHT + 1
+            back = self._device.arena("read-back of drafts", count * aligned(4 * DRAFT_WORDS), "readback")
+            self._arenas.append(back)
+            self._backs = [back.alloc(4 * DRAFT_WORDS, "draft") for _ in range(count)]
+        return self._inputs
+
+    def begin(self, text: Sequence[int], drafts: Drafts, earlier: Sequence[int]) -> None:
+        """The next step belongs to this text, whose last token has not gone through the model. earlier: of other texts, each with -1 behind
+        it."""
+        words = np.full(self.before + self._plans.n_ctx, -1, np.int32)
+        draft = np.zeros(DRAFT_WORDS, np.int32)
+        draft[[FIRST, MODE, MOST, LEAST, MATCH]] = self.before, FROM_TEXT, drafts.most, drafts.least, drafts.match
+        if drafts.known is not None:
+            draft[MODE] = KNOWN
+            known = np.array(drafts.known[: self.before], np.int32)
+            words[: len(known)] = known
+        elif kept := list(earlier[-(self.before - 1) :]) if self.before > 1 else []:
+            draft[FIRST] = self.before - 1 - len(kept)
+            words[draft[FIRST] : self.before - 1] = kept
+        end = self.before + min(len(text), self._plans.n_ctx)
+        words[self.before : end] = text[: self._plans.n_ctx]
+        inputs = self.inputs()
+        self._device.upload_many([(inputs["text"], words[:end]), (inputs["draft"], draft)])
+
+    def program(self, columns: int, kind: str) -> Program:
+        key = columns, kind
+        if key not in self._programs:
+            schedule = self._plans.drafts(columns, kind)
+            inputs = self._tokens.columns(columns) | self.inputs()
+            if PENALIZED in kind:
+                inputs |= self._tokens.penalty_inputs()
+            if size := overflow_bytes(schedule):
+                self._make_room(size)
+            self._programs[key] = self._bind(schedule, inputs)
+        return self._programs[key]
+
+    def _make_room(self, size: int) -> None:
+        if self._overflows and self._overflows[0].size >= size:
+            return
+        count = SUBMITS_IN_FLIGHT + 1
+        arena = self._device.arena("overflow words of drafts", count * aligned(size), "readback")
+        self._arenas.append(arena)
+        self._overflows = [arena.alloc(aligned(size), "overflow words") for _ in range(count)]
+        for memory in self._overflows:
+            memory.map()[:] = 0
+
+    def loop(self, columns: int, kind: str, steps: int) -> TokenLoop:
+        """The recording of so many steps."""
+        key = columns, kind, steps
+        if key not in self._loops:
+            program = self.program(columns, kind)
+            draft = self.inputs()["draft"]
+            copies = [[(draft, back)] for back in self._backs]
+            if (overflow := program.overflow) is not None:
+                for of_one, memory in zip(copies, self._overflows, strict=True):
+                    of_one.append((overflow, memory.slice(0, overflow.size)))
+            self._loops[key] = self._tokens.token_loop(program, f"{columns} columns, {kind}", steps, copies)
+        return self._loops[key]
+
+    def counts(self, back: int) -> DraftCounts:
+        """Of the text so far, after the submit with this read-back."""
+        return DraftCounts.read(self._backs[back].map().view(np.int32))
+
+    def overflowed(self, back: int) -> bool:
+        """Whether activations were beyond the range of f16 in the submit with this read-back, so that it is worth nothing."""
+        return bool(self._overflows) and bool(self._overflows[back].map().any())
+
+    def measure(self, kind: str, classes: Sequence[int], seconds: Callable[[int, int], float]) -> None:
+        """Find out the times of steps. seconds: (columns, steps) -> how long they take."""
+        runs = [(1, 8), *((columns, 4) for columns in classes)]
+        took = {columns: min(seconds(columns, steps) for _ in range(3)) / steps for columns, steps in runs}
+        self.times[kind] = StepTimes.of_seconds(took.pop(1), took)
+
+    def forget_programs(self) -> None:
+        """Make them anew when they are next used, and measure them again."""
+        for program in self._programs.values():
+            program.close()
+        for cache in (self._programs, self._loops, self.times):
+            cache.clear()
+
+    def close(self) -> None:
+        """Give everything back; what is used later is made anew."""
+        self.forget_programs()
+        for arena in reversed(self._arenas):
+            arena.destroy()
+        self._arenas.clear()
+        self._inputs = {}
+        self._backs, self._overflows = [], []
