@@ -54,7 +54,7 @@ class PenaltiesDrafts(Op):
         ):
             raise PlanError(
                 f"[PENALTIES_DRAFTS] {node.name}: {', '.join(map(str, node.inputs))}; expected {vocab} biases, in seen "
-                f"{SEEN_COUNTS} words, counts and the text, for each of {n} columns a token, a position, with masks {mask_words(vocab)} words"
+                f"{SEEN_COUNTS} words, counts and the text, for {n} columns a token, a position, {mask_words(vocab)} words of a mask"
             )
         y = node.outputs[0]
         return [
