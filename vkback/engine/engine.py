@@ -100,7 +100,7 @@ class _Run:
         self.constrained |= self.constraint is not None
 
     @property
-    def alone(self) -> bool:
+    def needs_host(self) -> bool:
         """Whether the host is needed between two tokens."""
         return self.on_logits is not None or self.constraint is not None
 
@@ -622,8 +622,8 @@ class Engine:
         self.check_ids([id for id, _ in sampler.logit_bias])
         self.draft_counts = DraftCounts()
         # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
-        alone = on_logits is not None or constraint is not None
-        drafts = self._possible(drafts, alone)
+        needs_host = on_logits is not None or constraint is not None
+        drafts = self._possible(drafts, needs_host)
         probe = Probe([*self._fed, first], self._earlier) if drafts is not None and not drafts.pinned else None
         if drafts is not None and drafts.pinned:
             self.prepare_drafts(first, sampler, drafts)
@@ -646,13 +646,13 @@ class Engine:
             else:
                 return
 
-    def _possible(self, drafts: Drafts | None, alone: bool) -> Drafts | None:
+    def _possible(self, drafts: Drafts | None, needs_host: bool) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
             return None
         if self._no_drafts and drafts.pinned:
             raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
-        return None if self._no_drafts or alone else drafts
+        return None if self._no_drafts or needs_host else drafts
 
     def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
@@ -701,7 +701,7 @@ class Engine:
             self._checkpoint.save(self.n_past)
         self._begin_loop(run)
         tokens, times = self._token_programs, self._draft_programs.times.get(run.kind) if run.drafts is not None else None
-        in_flight, at_once = (1, 1) if run.alone else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
+        in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
         pace = Pace(run.drafts, run.n, at_once, run.probe, times)
         step, status = 0, STATUS_RUNNING
         flying: deque[tuple[Ticket, int, int]] = deque()
