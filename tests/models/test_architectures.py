@@ -72,6 +72,7 @@ EXPERTS = DENSE.replace("ffn_swiglu-1", "ffn_moe_logits-1 | ffn_moe_swiglu-1 | f
 GPT2 = "Qcur_bias-1.heads.qkv | kqv_out-1 | ffn_inp-1 | ffn_gelu-1 | l_out-1"
 GEMMA3 = "Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
 """Norms behind products and what is added to them are in the prologues of the next products."""
+GEMMA4 = "Qcur-1 Kcur-1 Vcur-1 | Vcur_normed-1 | Qcur_rope-1 | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1 | ffn_residual-1 | l_out-1"
 GPT_OSS = "Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_moe_logits_bias-1 | ffn_moe_swiglu_oai-1 | ffn_moe_swiglu_oai-1.q8_1 | l_out-1"
 """As many as of any other model with experts: biases, sinks, window and clamp cost no stage, and no buffer but their own."""
 DEEPSEEK2 = (
@@ -147,6 +148,18 @@ TOKENS = [
         1 + 5 * 26 + 2 + 3,
         barriers=6,
         layer=GEMMA3.replace("Qcur_rope-1.qkv Qcur_rope-1.qkv", "Qcur_rope-1.qkv"),
+    ),
+    # The norm of V is a stage of its own, and so is the scale of a layer's output, of which every other norm is in a prologue.
+    Token("gemma4-31b-Q8_0:6", "", 1 + 9 * 6 + 2 + 3, "GET_ROWS", 36, GEMMA4, {"QKV_ROPE_SET_ROWS": 6, "RMS_NORM": 6}),
+    Token(
+        "gemma4-26b-a4b-Q8_0:6",
+        "",
+        1 + 14 * 6 + 2 + 3,
+        "GET_ROWS",
+        72,
+        GEMMA4.partition("ffn_geglu")[0]
+        + "ffn_geglu-1 ffn_moe_logits-1 | ffn_out-1 ffn_moe_weights-1 | ffn_moe_gate_up-1 ffn_moe_scales-1"
+        + " | ffn_moe_geglu-1 ffn_moe_weights_scaled-1 | ffn_moe_out-1 | ffn_moe-1 | ffn_moe_combined-1 | ffn_residual-1 | l_out-1",
     ),
     # 31 of 80 layers have no attention.
     Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),
@@ -267,6 +280,8 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("llama", {"block_count": 56, "expert_count": 8}, "8x22B"),
         ("llama", {"block_count": 88}, "?B"),
         ("gemma2", {"block_count": 42}, "9B"),
+        ("gemma4", {"block_count": 30}, "26B.A4B"),
+        ("gemma4", {"block_count": 35}, "E2B"),
         ("granite", {"block_count": 40}, "3B"),
         ("granitemoe", {"block_count": 24}, "?B"),
         ("mistral3", {"block_count": 26}, "3B"),
@@ -334,8 +349,12 @@ ALONE = {
     "tiny-mamba2": {"RMS_NORM"},
     "tiny-command-r-plus": {"NORM"},
     "tiny-hunyuan-moe": {"ROPE"},
+    "tiny-gemma4": {"RMS_NORM"},
+    "tiny-gemma4-moe": {"RMS_NORM"},
+    "tiny-gemma4-ple": {"RMS_NORM", "ROPE"},
 }
-"""Ops that stay nodes of their own: the norm of groups behind a recurrence, norms of heads with weights for each, RoPE before norms."""
+"""Ops that stay nodes of their own: the norm of groups behind a recurrence, norms of heads with weights for each, RoPE before norms,
+norms of V, and RoPE of Q where K is another layer's."""
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -436,6 +455,11 @@ REFUSED = [
     keys("glm4moe", r"nextn_predict_layers is 3, expected less than the 3 blocks of the file", nextn_predict_layers=3),
     keys("glm4moe", r"expert_count is 0 or missing", expert_count=None, expert_used_count=None),
     *lacking("glm4moe-large", "blk.1.attn_q_norm.weight", "blk.2.exp_probs_b.bias", "blk.1.attn_k.bias"),
+    keys("gemma4", r"head_count_kv is 3 for layer 1, expected a divisor of the 4 heads", attention__head_count_kv=[4, 3, 1, 2, 2, 1]),
+    keys("gemma4", r"rope\.dimension_count_swa is 32, expected an even number, at most the head size 24", rope__dimension_count_swa=32),
+    keys("gemma4-ple", r"shared_kv_layers is 5, expected so few that both kinds of attention", attention__shared_kv_layers=5),
+    *lacking("gemma4-ple", "per_layer_token_embd.weight", "blk.5.inp_gate.weight", "blk.2.attn_k.weight"),
+    *lacking("gemma4-moe", "blk.1.ffn_gate_inp.scale", "blk.3.ffn_down_exps.weight"),
     *lacking("ernie4-5-moe", "blk.1.ffn_up_shexp.weight", "blk.0.ffn_up.weight"),
     *lacking("minimax-m2", "blk.1.exp_probs_b.bias", "blk.0.attn_k_norm.weight"),
     cut("minimax-m2", "blk.1.attn_q_norm.weight", "159", "160"),
@@ -502,6 +526,8 @@ def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], 
         # Sigmoids, a bias and groups in the router's product and in the experts'.
         ("deepseek2-sigmoid", "q8_1", "gemv", 1),
         ("deepseek2-sigmoid", "q8_1", "experts", 1),
+        # Rows of a layer that others read, too.
+        ("gemma4-ple", "q8_1", "gemv", 1),
         # A softmax over all and a bias.
         ("ernie4-5-moe", "q8_1", "gemv", 1),
         ("ernie4-5-moe", "q8_1", "experts", 1),

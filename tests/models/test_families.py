@@ -193,6 +193,47 @@ def test_gemma2_caps_scores_and_logits(tiny: Tiny) -> None:
     assert wide.hp.attn_scale == pytest.approx((4608 / 32) ** -0.5) and wide.description == "gemma2 27B Q8_0"
 
 
+def test_gemma4_has_two_kinds_of_layers(tiny: Tiny) -> None:
+    path = tiny("tiny-gemma4")
+    model, nodes = Model.open(path), nodes_of(path)
+    assert [nodes[f"kqv_out-{il}"].params.get("window", 0) for il in range(6)] == [9, 9, 0, 9, 9, 0]
+    assert [nodes[f"Kcur-{il}"].outputs[0].shape[1] for il in range(6)] == [2 * 24, 2 * 24, 40, 2 * 24, 2 * 24, 40]
+    ropes = [nodes[f"Qcur_rope-{il}"] for il in (1, 2)]
+    assert [(r.params["n_dims"], r.params["freq_base"], len(r.inputs)) for r in ropes] == [(24, 10000.0, 2), (40, 1000000.0, 3)]
+    assert "blk.2.attn_v.weight" not in GgufFile.open(path).tensors, "V of layers that see all is what K is made from"
+    assert np.array_equal(model.file.tensors["blk.2.attn_v.weight"].data, model.file.tensors["blk.2.attn_k.weight"].data)
+    unscaled = nodes_of(
+        changed(path, metadata={"attention.scale": None}, without=[f"blk.{il}.layer_output_scale.weight" for il in range(6)])
+    )
+    assert unscaled["kqv_out-0"].params["scale"] == 1.0 and "l_out-0" not in unscaled
+
+
+def test_gemma4_s_last_layers_attend_to_rows_that_others_stored(tiny: Tiny) -> None:
+    path = tiny("tiny-gemma4-ple")
+    nodes = nodes_of(path)
+    assert [nodes[f"kqv_out-{il}"].inputs[1].name for il in range(6)] == [f"cache_k_l{il}" for il in (0, 1, 2, 1, 2, 1)]
+    assert not any(f"blk.{il}.attn_k.weight" in {t.name for n in nodes.values() for t in n.inputs} for il in (3, 4, 5))
+    assert [nodes[f"ffn_up-{il}"].outputs[0].shape[1] for il in range(6)] == [96] * 3 + [192] * 3
+    filling = Model.open(path).graph(4, 32, head="none").nodes
+    assert not any("-3" in n.name or "-5" in n.name for n in filling), "nothing of a prompt's beginning reaches beyond the rows"
+
+
+@pytest.mark.parametrize("profile", ["nvidia_h200_linux", "apple_m1_honeykrisp"])
+def test_rows_are_stored_before_the_first_layer_that_reads_them(profile: str, tiny: Tiny) -> None:
+    """Before, a layer without K that came before an unfused one could have taken the store of a layer before into its own kernel."""
+    for n in (1, 8):
+        model = Model.open(tiny("tiny-gemma4-ple"))
+        graph = model.graph(n, 64, head="last")
+        graph.nodes = [
+            replace(node, params={**node.params, "freq_base": 2.0}) if node.name == "Qcur_rope-1" else node for node in graph.nodes
+        ]
+        stored: set[str] = set()
+        for node in fuse(graph, planned_for(profile)):
+            read = {t.name for t in node.inputs if t.kind == "state"} - {t.name for t in node.outputs}
+            assert read <= stored, node.name
+            stored |= {t.name for t in node.outputs if t.kind == "state"}
+
+
 def test_the_magnitude_of_olmo3_s_yarn_is_the_file_s(tiny: Tiny) -> None:
     own = nodes_of(tiny("tiny-olmo3"))["Qcur_rope-3"].params["attn_factor"]
     assert own * (1 + 0.1 * np.log(8)) == pytest.approx(1.3)

@@ -32,14 +32,20 @@ class Checkpoint:
         self._metadata = {key: f.contents() for key, f in reader.fields.items()}
         self._tensors = {t.name: t for t in reader.tensors}
         self.unread = set(self._tensors)
+        self.replaced: dict[str, Any] = {}  # values for `get`, where those of the file differ from layer to layer
         self.arch = str(self._metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value under the architecture's prefix. Raises KeyError when it is missing and there is no default."""
-        value = self._metadata.get(f"{self.arch}.{key}", default)
+        value = self.replaced.get(key, self._metadata.get(f"{self.arch}.{key}", default))
         if value is None:
             raise KeyError(f"{self.arch}.{key}")
         return value
+
+    @property
+    def metadata_keys(self) -> set[str]:
+        """Keys under the architecture's prefix, without it."""
+        return {key.removeprefix(f"{self.arch}.") for key in self._metadata}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -116,7 +116,7 @@ class Architecture(ABC):
     @classmethod
     def outer_tensors(cls, s: ModelShape) -> Tensors:
         """The tensors of a synthetic model outside its layers, besides embedding, output and the norm before it."""
-        if s.rope_stretch != 1.0:
+        if s.rope_stretch != 1.0 or s.rope_rotated:
             yield "rope_freqs.weight", (s.n_rot // 2,)
 
     @classmethod

@@ -105,20 +105,24 @@ def attention(
     qkv: Projection = separate_qkv,
     qk_norm: Norm | None = None,
     qk_norm_of: QkNormOf = "head",
+    v_norm: bool = False,
     sinks: bool = False,
     window: int = 0,
     softcap: float = 0.0,
     gated: bool = False,
+    kv_of: int | None = None,
 ) -> Tensor:
     """Causal attention of layer `il` over the normed input x [n, n_embd] -> [n, n_embd].
 
     rope     how Q and K are rotated; None: not at all
     heads    those of this layer; default: hp's
     qk_norm  the norm of Q and K, of what qk_norm_of says
+    v_norm   each head of V is RMS-normed, without a weight
     sinks    every head has an attention sink
     window   rows that a token sees; 0: all so far
     softcap  c of the scores c tanh(s / c); 0: they are s
     gated    what it gives is multiplied by the sigmoid of attn_q_gate of x, value by value
+    kv_of    the layer before whose K and V these tokens attend to; None: their own
     """
     heads = heads or b.hp.heads
 
@@ -133,10 +137,19 @@ def attention(
         x = normed(b.view(normed(x, "all heads"), (b.n, count, heads.dim_k)), "head")
         return normed(b.rope(x, f"{value}_rope-{il}", rope) if rope else x, "rotated head")
 
-    q, k, v = qkv(b, x, il, heads)
-    k = placed(k, heads.n_kv, "Kcur", "attn_k_norm")
-    v = b.view(v, (b.n, heads.n_kv, heads.dim_v))
-    cache_k, cache_v = b.store(k, f"cache_k_l{il}"), b.store(v, f"cache_v_l{il}")
+    if kv_of is None:
+        q, k, v = qkv(b, x, il, heads)
+        k = placed(k, heads.n_kv, "Kcur", "attn_k_norm")
+        v = b.view(v, (b.n, heads.n_kv, heads.dim_v))
+        if v_norm:
+            v = b.graph.emit("RMS_NORM", f"Vcur_normed-{il}", "F32", v.shape, (v,), eps=b.hp.rms_eps)
+        cache_k, cache_v = b.store(k, f"cache_k_l{il}"), b.store(v, f"cache_v_l{il}")
+    else:
+        q = b.linear(x, f"blk.{il}.attn_q", heads.n * heads.dim_k, f"Qcur-{il}")
+        cache_k, cache_v = (
+            b.cache_of(f"cache_k_l{kv_of}", heads.n_kv, heads.dim_k),
+            b.cache_of(f"cache_v_l{kv_of}", heads.n_kv, heads.dim_v),
+        )
     q = placed(q, heads.n, "Qcur", "attn_q_norm")
     weights = (b.hp.weight(f"blk.{il}.attn_sinks.weight", (heads.n,)),) if sinks else ()
     params: dict[str, int | float] = {"window": window} if window else {}
@@ -260,15 +273,32 @@ def gated_shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tens
     return b.graph.emit("MUL", f"ffn_shexp_gated-{il}", "F32", y.shape, (y, gate))
 
 
-def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: str = "softmax", groups: tuple[int, int] = (1, 1)) -> Tensor:
-    """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum.
+def with_scales_by_expert(f: GgufFile) -> GgufFile:
+    """The file with what scales its experts as tables [n_expert, 1], which `experts` reads rows of."""
+    scales = {name: t for name, t in f.tensors.items() if name.endswith("_exps.scale")}
+    return replace(f, tensors={**f.tensors, **{name: replace(t, shape=(*t.shape, 1)) for name, t in scales.items()}})
+
+
+def experts(
+    b: GraphBuilder,
+    x: Tensor,
+    il: int,
+    *,
+    glu: Glu = SWIGLU,
+    gating: str = "softmax",
+    groups: tuple[int, int] = (1, 1),
+    route: Tensor | None = None,
+) -> Tensor:
+    """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum. A file may have gate
+    and up of an expert in one matrix, gate first, and a scale for what each expert makes (`with_scales_by_expert`).
 
     gating  how the router weighs the experts it chose (TOPK_MOE); unless the softmax is over these alone, the file may have a bias for the
             choice, exp_probs_b
     groups  (of how many groups of experts, how many count)
+    route   what the router reads [n, n_embd]; default x
     """
     hp, g, n = b.hp, b.graph, x.shape[0]
-    logits = b.linear(x, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
+    logits = b.linear(x if route is None else route, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
     weights = Tensor(f"ffn_moe_weights-{il}", "F32", (n, hp.n_expert_used))
     ids = Tensor(f"ffn_moe_topk-{il}", "I32", (n, hp.n_expert_used))
     bias = f"blk.{il}.exp_probs_b.bias"
@@ -276,9 +306,19 @@ def experts(b: GraphBuilder, x: Tensor, il: int, *, glu: Glu = SWIGLU, gating: s
     grouped = {"n_group": groups[0], "n_group_used": groups[1]} if groups[0] > 1 else {}
     g.add("TOPK_MOE", sources, (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=hp.expert_scale, **grouped)
     shared = b.view(x, (n, 1, hp.n_embd))
-    gate = routed(b, shared, ids, f"blk.{il}.ffn_gate_exps", hp.n_ff_expert, f"ffn_moe_gate-{il}")
-    up = routed(b, shared, ids, f"blk.{il}.ffn_up_exps", hp.n_ff_expert, f"ffn_moe_up-{il}")
-    act = g.emit(glu.op, f"ffn_moe_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
+    both = f"blk.{il}.ffn_gate_up_exps"
+    if hp.has_weight(f"{both}.weight"):
+        parts = [routed(b, shared, ids, both, 2 * hp.n_ff_expert, f"ffn_moe_gate_up-{il}")]
+    else:
+        stems = {"gate": f"blk.{il}.ffn_gate_exps", "up": f"blk.{il}.ffn_up_exps"}
+        parts = [routed(b, shared, ids, stem, hp.n_ff_expert, f"ffn_moe_{part}-{il}") for part, stem in stems.items()]
+    act = g.emit(glu.op, f"ffn_moe_{glu.op.lower()}-{il}", "F32", (n, hp.n_expert_used, hp.n_ff_expert), tuple(parts), **glu.params)
+    scale = f"blk.{il}.ffn_down_exps.scale"
+    if hp.has_weight(scale):
+        table = hp.weight(scale, (hp.n_expert, 1))
+        flat = b.view(ids, (n * hp.n_expert_used,))
+        scales = g.emit("GET_ROWS", f"ffn_moe_scales-{il}", "F32", (n * hp.n_expert_used, 1), (table, flat))
+        weights = g.emit("MUL", f"ffn_moe_weights_scaled-{il}", "F32", weights.shape, (weights, b.view(scales, weights.shape)))
     down = routed(b, act, ids, f"blk.{il}.ffn_down_exps", hp.n_embd, f"ffn_moe_down-{il}")
     return g.emit("MOE_REDUCE", f"ffn_moe_out-{il}", "F32", (n, hp.n_embd), (down, weights))
 

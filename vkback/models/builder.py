@@ -101,11 +101,14 @@ class GraphBuilder:
 
     def store(self, x: Tensor, cache: str) -> Tensor:
         """Write x [n, heads, head_dim] into the tokens' rows of a cache, K's or V's by its name; returns it, [heads, rows, head_dim]."""
-        heads, head_dim = x.shape[1:]
-        type = self.cache.v if cache.startswith("cache_v") else self.cache.k
-        state = Tensor(cache, type, (heads, self.cache_rows, head_dim), "state")
-        self.graph.add("SET_ROWS", (x, self.rows, state), (state,), **({} if type == "F16" else {"type": type}))
+        state = self.cache_of(cache, *x.shape[1:])
+        self.graph.add("SET_ROWS", (x, self.rows, state), (state,), **({} if state.type == "F16" else {"type": state.type}))
         return state
+
+    def cache_of(self, cache: str, heads: int, head_dim: int) -> Tensor:
+        """A cache by its name, K's or V's: [heads, rows, head_dim]."""
+        type = self.cache.v if cache.startswith("cache_v") else self.cache.k
+        return Tensor(cache, type, (heads, self.cache_rows, head_dim), "state")
 
     def attend(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, *weights: Tensor, width: int, il: int, **params: int | float) -> Tensor:
         """FLASH_ATTN_EXT of layer `il` over the tokens' own rows of two caches: [n, width]. weights: its sinks."""

@@ -29,6 +29,7 @@ class ModelShape:
     window        rows of the sliding window in the layers that have one, 0 without
     yarn          factor by which YaRN stretches the context of 4096 that the model was trained on first; 1 without
     rope_dims     values of a head that RoPE turns; 0: all
+    rope_rotated  pairs of a head that RoPE rotates at all, the divisors of the others being 1e30; 0: without divisors
     layers        what every layer has, where they differ; n_head, n_head_kv and n_ff are then the largest
     attention     numbers of the layers with attention, where the others have none; None: all
     vocabulary    kind of it, where it is not the architecture's (`Architecture.vocabulary`)
@@ -55,6 +56,7 @@ class ModelShape:
     window: int = 0
     yarn: float = 1.0
     rope_dims: int = 0
+    rope_rotated: int = 0
     layers: tuple[LayerShape, ...] = ()
     attention: frozenset[int] | None = None
     vocabulary: str = ""

@@ -58,6 +58,9 @@ class UnknownShape(SynthError):  # noqa: N818  what it says is enough
 RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d")
 """Small tensors of a Mamba-2 block. A decays states within a token to some hundreds, by dt and its bias, as trained models have them."""
 
+KEPT = ("per_layer_model_proj",)
+"""What llama-quantize leaves as it is."""
+
 SHAPES: dict[str, ModelShape] = {name: shape for known in ARCHITECTURES.values() for name, shape in known.shapes.items()}
 """Shapes by name, of all architectures."""
 
@@ -197,9 +200,11 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
     """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every
     file, the rest as the mix says, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "position_embd", *RECURRENT)
-    if stem.endswith("norm") or stem in floats or stem.startswith("rope_") or name.endswith(".bias"):
+    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", *RECURRENT)
+    if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
         return "F32"
+    if stem in KEPT:
+        return "F16"
     if mix is None:
         return UNIFORM
     layer = int(block.split(".")[1]) if block else None
@@ -242,10 +247,10 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_block_count(_layers(name, s, layers))
     # Layers that differ give lists, as files of such models have them.
     own = s.layers[: _layers(name, s, layers)]
-    writer.add_feed_forward_length([layer.n_ff for layer in own] or s.n_ff)
-    writer.add_head_count([layer.n_head for layer in own] or s.n_head)
+    writer.add_feed_forward_length(_alike([layer.n_ff for layer in own], s.n_ff))
+    writer.add_head_count(_alike([layer.n_head for layer in own], s.n_head))
     if s.attention is None:
-        writer.add_head_count_kv([layer.n_head_kv for layer in own] or s.n_head_kv)
+        writer.add_head_count_kv(_alike([layer.n_head_kv for layer in own], s.n_head_kv))
     else:
         writer.add_head_count_kv([s.n_head_kv if il in s.attention else 0 for il in range(_layers(name, s, layers))])
     writer.add_key_length(s.head_dim)
@@ -267,7 +272,8 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     for key, value in s.metadata.items():
         # The shape's own metadata wins over what was written above.
         writer.kv_data[0].pop(f"{s.arch}.{key}", None)
-        _add_value(writer, f"{s.arch}.{key}", value)
+        each = isinstance(value, tuple) and len(value) == s.n_layer
+        _add_value(writer, f"{s.arch}.{key}", value[: _layers(name, s, layers)] if each else value)
     if text:
         add_vocabulary(writer, s.vocabulary or ARCHITECTURES[s.arch].vocabulary, s.n_vocab)
     else:
@@ -279,6 +285,11 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.write_ti_data_to_file()
     writer.close()
     return -(-path.stat().st_size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+
+
+def _alike(values: list[int], default: int) -> list[int] | int:
+    """A value for each layer, or the one that all have."""
+    return values if len(set(values)) > 1 else next(iter(values), default)
 
 
 def _add_value(writer: GGUFWriter, key: str, value: int | float | str | tuple[Any, ...]) -> None:
@@ -323,6 +334,8 @@ class _Pieces:
             data = np.log(np.expm1(step)).astype(np.float32).view(np.uint8)
         elif t.name.endswith((".bias", "attn_sinks.weight")):
             data = (0.1 * rng.standard_normal((rows, k), np.float32)).view(np.uint8)
+        elif t.name.endswith("ffn_gate_inp.scale"):  # what it is divided by, so that the router tells experts apart
+            data = (math.sqrt(k) * (1.0 + 0.1 * rng.standard_normal(k, np.float32))).astype(np.float32).view(np.uint8)
         elif t.name.endswith("ssm_a"):
             data = -np.exp(rng.uniform(0.0, math.log(16.0), rows * k)).astype(np.float32).view(np.uint8)
         elif t.name.endswith("ffn_gate_inp_shexp.weight"):  # a row of a matrix, though it has one axis
@@ -336,7 +349,9 @@ class _Pieces:
 
 def rope_divisors(s: ModelShape) -> npt.NDArray[np.float32]:
     """Llama 3's frequency divisors [head_dim/2]: pairs that turn fewer than once in 8192 positions are slowed by rope_stretch, those that
-    turn more than four times are left alone."""
+    turn more than four times are left alone. With rope_rotated the others are not rotated."""
+    if s.rope_rotated:
+        return np.where(np.arange(s.n_rot // 2) < s.rope_rotated, 1.0, 1e30).astype(np.float32)
     turns = 8192 * s.freq_base ** (-2.0 * np.arange(s.head_dim // 2) / s.head_dim) / (2 * np.pi)
     keep = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
     return (1.0 / (keep + (1.0 - keep) / s.rope_stretch)).astype(np.float32)

@@ -20,7 +20,6 @@ LACKS: dict[str, str] = {
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
     "gemma3n": "four residual streams (AltUp) and per-layer embeddings",
-    "gemma4": "layers with other head sizes and bases than the rest, shared KV layers and per-layer embeddings",
     "glm-dsa": "an indexer that chooses the rows which attention reads",
     "jamba": "the scan of Mamba-1",
     "kimi-linear": "a delta net whose decay differs by channel (KDA)",

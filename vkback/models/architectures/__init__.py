@@ -14,6 +14,7 @@ NAMES = (
     "falcon_h1",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm4moe",
     "gpt2",
     "gpt_oss",

@@ -24,8 +24,9 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
     for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT"]:
         q_in, cache_k, cache_v = attention.inputs[:3]
         stores = {n.outputs[0].name: n for n in nodes if n.op == "SET_ROWS" and n.outputs[0].name in (cache_k.name, cache_v.name)}
-        # One kernel stores K and V: both must be stored here, in caches alike.
-        if len(stores) != 2 or cache_k.shape != cache_v.shape:
+        # One kernel stores K and V: both must be stored here, in caches alike, and not for a layer before.
+        first = next(n for n in nodes if n.op == "FLASH_ATTN_EXT" and n.inputs[1].name == cache_k.name)
+        if len(stores) != 2 or cache_k.shape != cache_v.shape or first is not attention:
             continue
         store_k, store_v = stores[cache_k.name], stores[cache_v.name]
         k_in = store_k.inputs[0]

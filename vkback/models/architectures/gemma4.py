@@ -1,0 +1,378 @@
+"""The `gemma4` architecture: Gemma 4, text part.
+
+As gemma3, with norm weights as they are and an attention scale of 1. Layers with a sliding window have heads and a RoPE of their own; those
+that see all tokens may make V from the product that makes K, and RoPE does not turn most of their pairs (divisors of 1e30). V is
+RMS-normed without a weight. The last `attention.shared_kv_layers` layers have no K and V and attend to those of the last layer of their
+kind before them. The output of a layer may have a scale.
+
+Mixture of experts: beside the dense feed-forward, on norms of their own; the router reads the same sum, normed without a weight, times
+`ffn_gate_inp.scale` / sqrt(n_embd), and an expert's part has a scale (`ffn_down_exps.scale`).
+
+Per-layer embeddings (PLE): each token has a vector for every layer, from a table and from its embedding (`inp_per_layer`). A layer ends
+with GELU of a product of the stream, times that vector, back to the stream's width, normed and added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from vkback.gguf.file import GgufFile
+from vkback.gguf.hparams import Heads, HParams, Rope
+from vkback.graph import Recipe, Tensor
+from vkback.models.architecture import Architecture, register
+from vkback.models.blocks import Glu, attention, attention_norm, experts, feed_forward, feed_forward_norm, rms_norm, with_scales_by_expert
+from vkback.models.builder import GraphBuilder
+from vkback.models.keys import EXPERTS
+from vkback.models.shape import LayerShape, ModelShape, Tensors
+from vkback.ops.view import View
+
+PATTERN, SHARED, PER_LAYER = "attention.sliding_window_pattern", "attention.shared_kv_layers", "embedding_length_per_layer_input"
+LOCAL_BASE = 10000.0
+"""RoPE base of layers with a window, unless `rope.freq_base_swa` says otherwise."""
+GEGLU = Glu("GEGLU")
+PLE = "inp_per_layer"
+"""The vectors of all layers, F32 [n, n_layer, width]."""
+
+
+def layers(period: int, kv: tuple[int, int], n_head: int, n_ff: tuple[int, ...]) -> tuple[LayerShape, ...]:
+    """Layers of which the last of every `period` sees all tokens. kv: heads of K and V with a window and without; n_ff: of each layer."""
+    return tuple(LayerShape(n_head, kv[il % period == period - 1], width) for il, width in enumerate(n_ff))
+
+
+def windows(n_layer: int, period: int) -> tuple[bool, ...]:
+    return tuple(il % period != period - 1 for il in range(n_layer))
+
+
+def published(head: int, n_layer: int, period: int, **more: Any) -> dict[str, Any]:
+    """Keys of a model. head: width of a head in layers with a window."""
+    lengths = {f"attention.{which}_length_swa": head for which in ("key", "value")}
+    known = {PATTERN: windows(n_layer, period), "rope.dimension_count_swa": head, "rope.freq_base_swa": LOCAL_BASE}
+    return {**lengths, **known, "final_logit_softcapping": 30.0, **more}
+
+
+SMALL = {"attention.scale": 0.2}
+"""Of tiny models: norms of random weights make scores larger than those of trained ones, and a cache's rounding with them."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a layer.
+
+    rope, heads, window  as `attention` takes them
+    source               the layer whose K and V it attends to; None: its own
+    """
+
+    rope: Rope
+    heads: Heads
+    window: int
+    source: int | None
+
+
+@register
+class Gemma4(Architecture):
+    name = "gemma4"
+    rope_mode = "neox"
+    vocabulary = "spm"
+    keys = EXPERTS | {
+        "attention.key_length_swa",
+        SHARED,
+        "attention.sliding_window",
+        PATTERN,
+        "attention.value_length_swa",
+        PER_LAYER,
+        "rope.dimension_count_swa",
+        "rope.freq_base_swa",
+    }
+    required = ("attention.sliding_window",)
+    varying = frozenset({"attention.head_count_kv", "feed_forward_length"})
+    sizes: ClassVar = {30: "26B.A4B", 35: "E2B", 42: "E4B", 60: "31B"}
+    shapes: ClassVar = {
+        "gemma4-e2b": ModelShape(
+            "gemma4",
+            35,
+            1536,
+            12288,
+            8,
+            1,
+            512,
+            262144,
+            131072,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=512,
+            rope_rotated=64,
+            layers=layers(5, (1, 1), 8, (6144,) * 15 + (12288,) * 20),
+            metadata=published(256, 35, 5, **{SHARED: 20, PER_LAYER: 256}),
+        ),
+        "gemma4-e4b": ModelShape(
+            "gemma4",
+            42,
+            2560,
+            10240,
+            8,
+            2,
+            512,
+            262144,
+            131072,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=512,
+            rope_rotated=64,
+            metadata=published(256, 42, 6, **{SHARED: 18, PER_LAYER: 256}),
+        ),
+        "gemma4-26b-a4b": ModelShape(
+            "gemma4",
+            30,
+            2816,
+            2112,
+            16,
+            8,
+            512,
+            262144,
+            262144,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=1024,
+            rope_rotated=64,
+            n_expert=128,
+            n_expert_used=8,
+            n_ff_expert=704,
+            layers=layers(6, (8, 2), 16, (2112,) * 30),
+            metadata=published(256, 30, 6),
+        ),
+        "gemma4-31b": ModelShape(
+            "gemma4",
+            60,
+            5376,
+            21504,
+            32,
+            16,
+            512,
+            262144,
+            262144,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=1024,
+            rope_rotated=64,
+            layers=layers(6, (16, 4), 32, (21504,) * 60),
+            metadata=published(256, 60, 6),
+        ),
+        "tiny-gemma4": ModelShape(
+            "gemma4",
+            6,
+            96,
+            160,
+            4,
+            2,
+            40,
+            331,
+            128,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=9,
+            rope_rotated=5,
+            layers=layers(3, (2, 1), 4, (160,) * 6),
+            metadata=published(24, 6, 3, final_logit_softcapping=12.0, **SMALL),
+        ),
+        "tiny-gemma4-ple": ModelShape(
+            "gemma4",
+            6,
+            96,
+            192,
+            4,
+            2,
+            48,
+            331,
+            128,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=9,
+            rope_rotated=6,
+            layers=layers(2, (2, 2), 4, (96,) * 3 + (192,) * 3),
+            metadata=published(24, 6, 2, **{SHARED: 3, PER_LAYER: 32, "final_logit_softcapping": 12.0, **SMALL}),
+        ),
+        "tiny-gemma4-moe": ModelShape(
+            "gemma4",
+            4,
+            96,
+            64,
+            4,
+            2,
+            32,
+            331,
+            128,
+            1000000.0,
+            1e-6,
+            tied=True,
+            window=9,
+            rope_rotated=4,
+            n_expert=7,
+            n_expert_used=3,
+            n_ff_expert=96,
+            layers=layers(2, (2, 1), 4, (64,) * 4),
+            metadata=published(16, 4, 2, final_logit_softcapping=12.0, **SMALL),
+        ),
+    }
+
+    @classmethod
+    def opened(cls, f: GgufFile) -> GgufFile:
+        """K's product is V's where the file has none for V."""
+        names = [name for name in f.tensors if name.endswith(".attn_k.weight")]
+        made = {name.replace("attn_k", "attn_v"): f.tensors[name] for name in names if name.replace("attn_k", "attn_v") not in f.tensors}
+        return with_scales_by_expert(replace(f, tensors={**f.tensors, **made}))
+
+    def __init__(self, f: GgufFile) -> None:
+        super().__init__(f)
+        m = self.metadata
+        self.n_per_layer = m.count(PER_LAYER, 0, least=0)
+        self.hp = hp = scaled(replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0)))
+        self.n_ff = m.of_layers("feed_forward_length", hp.n_layer)
+        n_kv = m.of_layers("attention.head_count_kv", hp.n_layer)
+        for il, n in enumerate(n_kv):
+            if n < 1 or hp.n_head % n:
+                raise m.fail("attention.head_count_kv", f"{n} for layer {il}", f"a divisor of the {hp.n_head} heads")
+        dim_k, dim_v = (m.count(f"attention.{which}_length_swa", own) for which, own in (("key", hp.head_dim_k), ("value", hp.head_dim_v)))
+        n_dims = m.count("rope.dimension_count_swa", dim_k)
+        if n_dims % 2 or n_dims > dim_k:
+            raise m.fail("rope.dimension_count_swa", n_dims, f"an even number, at most the head size {dim_k}")
+        local = replace(hp.rope, n_dims=n_dims, freq_base=m.freq_base("rope.freq_base_swa", LOCAL_BASE), factors="")
+        sees_all = m.pattern(PATTERN, hp.n_layer, 0)
+        sources = self.sources(sees_all)
+        self.kinds = [
+            Kind(hp.rope, Heads(hp.n_head, n, hp.head_dim_k, hp.head_dim_v), 0, source)
+            if whole
+            else Kind(local, Heads(hp.n_head, n, dim_k, dim_v), hp.window, source)
+            for whole, n, source in zip(sees_all, n_kv, sources, strict=True)
+        ]
+
+    def sources(self, sees_all: tuple[bool, ...]) -> list[int | None]:
+        """Of each layer the one whose K and V it attends to, None for its own. Raises GgufError where there is none."""
+        n_layer = self.hp.n_layer
+        first = n_layer - self.metadata.count(SHARED, 0, least=0)
+        last = {kind: il for il, kind in enumerate(sees_all[: max(first, 0)])}
+        if not set(sees_all[max(first, 0) :]) <= last.keys():
+            expected = f"so few that both kinds of attention are among the layers before the last so many of {n_layer}"
+            raise self.metadata.fail(SHARED, n_layer - first, expected)
+        return [None if il < first else last[kind] for il, kind in enumerate(sees_all)]
+
+    def embed(self, b: GraphBuilder) -> Tensor:
+        x = super().embed(b)
+        scaled = b.graph.emit("SCALE", "inp_scaled", "F32", x.shape, (x,), scale=math.sqrt(self.hp.n_embd), bias=0.0)
+        if self.n_per_layer:
+            self.per_layer(b, x)
+        return scaled
+
+    def per_layer(self, b: GraphBuilder, x: Tensor) -> None:
+        """The vectors of all layers, from tokens and their embedding x, not yet scaled: the published scale of the product is the inverse
+        of the embedding's. The published 1 / sqrt(2) of the sum is in both of its parts."""
+        hp, width = self.hp, self.n_per_layer
+        shape = (b.n, hp.n_layer, width)
+        table = hp.weight("per_layer_token_embd.weight", (hp.n_vocab, hp.n_layer * width))
+        own = b.graph.emit("GET_ROWS", "inp_per_layer_token", "F32", (b.n, hp.n_layer * width), (table, b.tokens))
+        own = b.graph.emit("SCALE", "inp_per_layer_selected", "F32", own.shape, (own,), scale=math.sqrt(width / 2), bias=0.0)
+        made = b.view(b.linear(x, "per_layer_model_proj", hp.n_layer * width, "per_layer_model"), shape)
+        made = rms_norm(b, made, "per_layer_proj_norm", "per_layer_proj", plain="per_layer_rms")
+        b.graph.emit("ADD", PLE, "F32", shape, (made, b.view(own, shape)))
+
+    def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        kind = self.kinds[il]
+        y = attention_norm(b, x, il)
+        y = attention(b, y, il, rope=kind.rope, heads=kind.heads, qk_norm=rms_norm, v_norm=True, window=kind.window, kv_of=kind.source)
+        y, x = b.last_token(y, il, "attn_out_last"), b.last_token(x, il, "attn_inp_last")
+        y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
+        x = b.add(y, x, f"sa_out-{il}")
+        y = feed_forward(b, feed_forward_norm(b, x, il), il, width=self.n_ff[il], glu=GEGLU)
+        if self.hp.has_weight(f"blk.{il}.ffn_gate_inp.weight"):
+            y = self.with_experts(b, x, y, il)
+        y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
+        x = b.add(y, x, f"ffn_residual-{il}")
+        if self.n_per_layer:
+            x = self.with_per_layer(b, x, il)
+        scale = f"blk.{il}.layer_output_scale.weight"
+        if not self.hp.has_weight(scale):
+            return x
+        return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(scale, (1,))))
+
+    def with_experts(self, b: GraphBuilder, x: Tensor, dense: Tensor, il: int) -> Tensor:
+        """What the dense feed-forward made of x, and what the experts make of it, each normed."""
+        dense = rms_norm(b, dense, f"blk.{il}.post_ffw_norm_1", f"ffn_mlp-{il}", plain=f"ffn_mlp_rms-{il}")
+        route = b.graph.emit("RMS_NORM", f"ffn_route_rms-{il}", "F32", x.shape, (x,), eps=self.hp.rms_eps)
+        scale = self.hp.weight(f"blk.{il}.ffn_gate_inp.scale", (self.hp.n_embd,))
+        route = b.graph.emit("MUL", f"ffn_route_norm-{il}", "F32", x.shape, (route, scale))
+        y = rms_norm(b, x, f"blk.{il}.pre_ffw_norm_2", f"ffn_norm_2-{il}", plain=f"ffn_rms_2-{il}")
+        y = experts(b, y, il, glu=GEGLU, route=route)
+        y = rms_norm(b, y, f"blk.{il}.post_ffw_norm_2", f"ffn_moe-{il}", plain=f"ffn_moe_rms-{il}")
+        return b.add(dense, y, f"ffn_moe_combined-{il}")
+
+    def with_per_layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
+        """The stream x with what the tokens' vectors of this layer add."""
+        hp, width = self.hp, self.n_per_layer
+        whole = Tensor(PLE, "F32", (b.n, hp.n_layer, width))
+        view = View(il * width, (b.n, width), (hp.n_layer * width, 1))
+        own = b.graph.emit("CONT", f"inp_per_layer-{il}", "F32", (b.n, width), (whole,), view=view)
+        own = b.last_token(own, il, "inp_per_layer_last")
+        gate = b.linear(x, f"blk.{il}.inp_gate", width, f"per_layer_gate-{il}")
+        y = b.graph.emit("GEGLU", f"per_layer_geglu-{il}", "F32", gate.shape, (gate, own))
+        y = b.linear(y, f"blk.{il}.proj", hp.n_embd, f"per_layer_out-{il}")
+        y = rms_norm(b, y, f"blk.{il}.post_norm", f"per_layer_embd_out-{il}", plain=f"per_layer_out_rms-{il}")
+        return b.add(y, x, f"per_layer_residual-{il}")
+
+    @classmethod
+    def outer_tensors(cls, s: ModelShape) -> Tensors:
+        yield from super().outer_tensors(s)
+        if width := int(s.metadata.get(PER_LAYER, 0)):
+            yield "per_layer_token_embd.weight", (s.n_vocab, s.n_layer * width)
+            yield "per_layer_model_proj.weight", (s.n_layer * width, s.n_embd)
+            yield "per_layer_proj_norm.weight", (width,)
+
+    @classmethod
+    def tensors_of_layer(cls, s: ModelShape, il: int) -> Tensors:
+        own = s.layers[il] if s.layers else LayerShape(s.n_head, s.n_head_kv, s.n_ff)
+        windowed = s.metadata[PATTERN][il]
+        dim = int(s.metadata["attention.key_length_swa"]) if windowed else s.head_dim
+        per_layer = int(s.metadata.get(PER_LAYER, 0))
+        yield "attn_norm.weight", (s.n_embd,)
+        if il < s.n_layer - int(s.metadata.get(SHARED, 0)):
+            yield "attn_k.weight", (own.n_head_kv * dim, s.n_embd)
+            yield "attn_k_norm.weight", (dim,)
+            if windowed or per_layer:
+                yield "attn_v.weight", (own.n_head_kv * dim, s.n_embd)
+        yield "attn_output.weight", (s.n_embd, own.n_head * dim)
+        yield "attn_q.weight", (own.n_head * dim, s.n_embd)
+        yield "attn_q_norm.weight", (dim,)
+        yield "ffn_down.weight", (s.n_embd, own.n_ff)
+        yield "ffn_gate.weight", (own.n_ff, s.n_embd)
+        yield "ffn_up.weight", (own.n_ff, s.n_embd)
+        yield "ffn_norm.weight", (s.n_embd,)
+        yield "layer_output_scale.weight", (1,)
+        yield "post_attention_norm.weight", (s.n_embd,)
+        yield "post_ffw_norm.weight", (s.n_embd,)
+        if s.n_expert:
+            yield "ffn_gate_inp.weight", (s.n_expert, s.n_embd)
+            yield "ffn_gate_inp.scale", (s.n_embd,)
+            yield "ffn_gate_up_exps.weight", (s.n_expert, 2 * s.n_ff_expert, s.n_embd)
+            yield "ffn_down_exps.weight", (s.n_expert, s.n_embd, s.n_ff_expert)
+            yield "ffn_down_exps.scale", (s.n_expert,)
+            yield "post_ffw_norm_1.weight", (s.n_embd,)
+            yield "post_ffw_norm_2.weight", (s.n_embd,)
+            yield "pre_ffw_norm_2.weight", (s.n_embd,)
+        if per_layer:
+            yield "inp_gate.weight", (per_layer, s.n_embd)
+            yield "proj.weight", (s.n_embd, per_layer)
+            yield "post_norm.weight", (s.n_embd,)
+
+
+def scaled(hp: HParams) -> HParams:
+    """Hyperparameters with the constant scales of routers and per-layer embeddings in weights of one axis."""
+    scales = {f"blk.{il}.ffn_gate_inp.scale": 1.0 / math.sqrt(hp.n_embd) for il in range(hp.n_layer)}
+    scales["per_layer_proj_norm.weight"] = math.sqrt(0.5)
+    made = {name: replace(hp.weights[name], recipe=Recipe("plain", (name,), scale)) for name, scale in scales.items() if name in hp.weights}
+    return replace(hp, weights={**hp.weights, **made})
