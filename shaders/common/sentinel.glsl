@@ -5,6 +5,7 @@
 //   SYNC_SENTINEL  1: the kernel is a producer: it stores results with not_sentinel(), so that no stored word equals SENTINEL
 //   SPINS          1: the kernel is a consumer: it reads the previous stage's results with SPIN_UNTIL
 //   SPINS_ON_ALL   1: it also spins on its other inputs, those that often are older than the last barrier; here they are not
+//   SPINS_ON_PARTS 1: likewise of inputs that a workgroup reads a part of, as the residual of a GEMV
 //
 //   SPIN_UNTIL(read, arrived)   repeats the statement `read` until the condition `arrived` holds, each thread by itself
 //   bool arrived(words)         none of the words is SENTINEL
@@ -25,6 +26,10 @@
 
 #ifndef SPINS_ON_ALL
 #define SPINS_ON_ALL 0
+#endif
+
+#ifndef SPINS_ON_PARTS
+#define SPINS_ON_PARTS 0
 #endif
 
 #define SENTINEL 0x80808080u

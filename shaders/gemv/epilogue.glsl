@@ -41,7 +41,14 @@ void fetch_addend() {
         addend[c] += bias_of(row);
 #endif
 #ifdef BIND_RESIDUAL
-        addend[c] += residual1[min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row];
+        const uint at = min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row;
+  #if SPINS_ON_PARTS
+        float residual;
+        SPIN_UNTIL(residual = residual1[at], arrived(residual));
+        addend[c] += residual;
+  #else
+        addend[c] += residual1[at];
+  #endif
 #endif
     }
 }

@@ -165,7 +165,7 @@ TOKENS = [
     Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),
     Token("gpt-oss-20b-MXFP4", "gpt-oss 20B MXFP4 MoE", 1 + 7 * 24 + 2, layer=GPT_OSS, ops=GPT_OSS_OPS, all_ops=True),
     # The first layer is dense.
-    Token("deepseek2-16b-Q4_K_M", "deepseek2 16B Q4_K - Medium", 1 + 8 + 9 * 26 + 2, "GET_ROWS", 83, DEEPSEEK2, DEEPSEEK2_OPS),
+    Token("deepseek2-16b-Q4_K_M", "deepseek2 16B Q4_K - Medium", 1 + 8 + 9 * 26 + 2, "GET_ROWS", 57, DEEPSEEK2, DEEPSEEK2_OPS),
     Token("granite-4-h-1b-Q4_K_S", "granitehybrid 1B Q4_K - Small", 1 + 5 * 40 + 2, "GET_ROWS", 3, MAMBA, RECURRENT_OPS),
     Token("granite-3.3-2b-Q8_0", "granite 3B Q8_0", 1 + 5 * 40 + 2, layer=ALIKE),
     Token("granite-3.1-3b-a800m-Q8_0", "granitemoe 3B Q8_0", 1 + 7 * 32 + 2),
@@ -179,11 +179,10 @@ TOKENS = [
         "ernie-4.5-21b-a3b-Q8_0:4",
         "",
         1 + 6 + 7 * 3 + 2,
-        barriers=6,
         layer=f"{ALIKE.partition(' | ffn_swiglu')[0]} | ffn_shexp_swiglu-1 ffn_moe_logits-1 | ffn_shexp_swiglu-1.q8_1 ffn_moe_swiglu-1"
         " | ffn_shared-1 ffn_moe_swiglu-1.q8_1 | l_out-1",
     ),
-    Token("glm-4.5-air-Q8_0:4", "", 1 + 5 + 6 * 3 + 2, barriers=6, layer=SHARED),
+    Token("glm-4.5-air-Q8_0:4", "", 1 + 5 + 6 * 3 + 2, layer=SHARED),
     Token(
         "minimax-m2-230b-a10b-Q8_0:4",
         "",
@@ -207,19 +206,17 @@ TOKENS = [
         "phi2-3b-Q8_0",
         "phi2 3B Q8_0",
         1 + 5 * 32 + 2,
-        barriers=35,
         layer="Qcur_rope-1.qkv ffn_gelu-1 | kqv_out-1 | kqv_out-1.q8_1 | attn_residual-1 | l_out-1",
     ),
     Token("starcoder2-3b-Q8_0", "starcoder2 3B Q8_0", 1 + 5 * 30 + 2, layer=ALIKE.replace("swiglu", "gelu")),
-    Token("command-r-35b-Q8_0:4", "", 1 + 4 * 4 + 2, barriers=7, layer=PARALLEL),
-    Token("command-r7b-Q8_0", "cohere2 8B Q8_0", 1 + 4 * 32 + 2, barriers=35, layer=PARALLEL),
-    Token("hunyuan-a13b-Q8_0:4", "", 1 + 9 * 4 + 2, "GET_ROWS", 7, HUNYUAN),
+    Token("command-r-35b-Q8_0:4", "", 1 + 4 * 4 + 2, layer=PARALLEL),
+    Token("command-r7b-Q8_0", "cohere2 8B Q8_0", 1 + 4 * 32 + 2, layer=PARALLEL),
+    Token("hunyuan-a13b-Q8_0:4", "", 1 + 9 * 4 + 2, "GET_ROWS", 3, HUNYUAN),
     # Both halves side by side; the sum of one with the stream is a stage before the other's.
     Token(
         "falcon-h1-0.5b-Q8_0",
         "falcon-h1 0.5B Q8_0",
         1 + 7 * 36 + 2,
-        barriers=39,
         layer="zxBCdt-1 Qcur_rope-1.qkv | ssm_scan-1 kqv_out-1 | ssm_scan-1.q8_1 | ssm_residual-1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1",
         ops={"SSM_CONV_SCAN": 36, "ATTN_DECODE": 36},
     ),
@@ -230,12 +227,11 @@ TOKENS = [
         "qwen35moe-35b-a3b-Q4_K_M",
         "qwen35moe 35B.A3B Q4_K - Medium",
         1 + 6 * 30 + 7 * 10 + 2,
-        barriers=43,
         layer=f"{DELTA_NET} | {GATED_EXPERTS}",
         ops=DELTA_NET_OPS,
     ),
-    Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, barriers=7, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
-    Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 43, MAMBA_EXPERTS, RECURRENT_OPS),
+    Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
+    Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 3, MAMBA_EXPERTS, RECURRENT_OPS),
 ]
 
 

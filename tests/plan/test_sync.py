@@ -178,6 +178,28 @@ def test_a_part_does_not_order_the_whole() -> None:
     assert planned(stages).barrier_free == {2}
 
 
+def test_a_residual_is_spun_on_only_where_nothing_says_that_it_is_complete() -> None:
+    """d reads what was made beside b, and b: it waits for words of both. Where b comes after it, or a barrier, it reads it."""
+
+    def ends(*before: list[Dispatch]) -> tuple[bool, dict[str, str | int], tuple[str, ...]]:
+        last = step(D, C, whole=[B])
+        assert last.waits is not None
+        last = dataclasses.replace(last, waits=dataclasses.replace(last.waits, also_part=("c",)))
+        s = planned([*start(), *before, [last]])
+        found = s.stages[-1][0]
+        assert found.waits is not None
+        return len(s.stages) - 1 in s.barrier_free, dict(found.kernel.defines), found.waits.part
+
+    beside = [step(B, whole=[A]), step(C, whole=[A])]
+    free, defines, part = ends(beside)
+    assert free and defines["SPINS_ON_PARTS"] == 1 and part == ("c",)
+    free, defines, part = ends([step(C, whole=[A])], [step(B, whole=[C])])
+    assert free and "SPINS_ON_PARTS" not in defines and not part
+    blind = dataclasses.replace(step(B, A), waits=None)
+    free, defines, part = ends([step(C, whole=[A])], [blind])
+    assert not free and "SPINS_ON_PARTS" not in defines and not part
+
+
 def test_a_part_happens_after_what_all_its_writers_waited_for() -> None:
     """Two launches write c: one waited for a and b, one only for a. A part of c happens after a, the whole of c after both."""
 

@@ -48,6 +48,8 @@ class SpinWaits:
     part    every workgroup waits for some of it
     shares  every workgroup waits for some of it, all together for all of it
     also    every workgroup waits for all of it where it was made since the last barrier (define SPINS_ON_ALL), else reads it
+    also_part  every workgroup waits for some of it where it was made since the last barrier and nothing else says that it is complete
+              (define SPINS_ON_PARTS), else reads it
     own     partial results that workgroups of this dispatch wait for from each other
     counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier
@@ -60,6 +62,7 @@ class SpinWaits:
     part: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
+    also_part: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
     arrives: int = 0

@@ -157,13 +157,17 @@ class _Writes:
 
 
 def _resolved(d: Dispatch, writes: _Writes) -> Dispatch:
-    """A dispatch with `also` and what is counted resolved: it waits for them as for its other wholes if they were made since the last
-    barrier, and otherwise not at all."""
-    if d.waits is None or not (d.waits.also or d.waits.counted):
+    """A dispatch with `also`, `also_part` and what is counted resolved: it waits for them as for its other wholes and parts if they were
+    made since the last barrier, and otherwise not at all."""
+    if d.waits is None or not (d.waits.also or d.waits.also_part or d.waits.counted):
         return d
     since = tuple(name for name in d.waits.also if name in writes.before)
     counted = tuple(name for name in d.waits.counted if name in writes.before)
-    return dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted))
+    d = dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted))
+    assert d.waits is not None
+    complete = _happened_before(d, writes)
+    parts = tuple(name for name in d.waits.also_part if name in writes.before and name not in complete)
+    return dataclasses.replace(d, waits=dataclasses.replace(d.waits, part=(*d.waits.part, *parts), also_part=parts))
 
 
 def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tuple[list[bool], list[list[Dispatch]]]:
@@ -246,6 +250,8 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | Non
     defines: dict[str, str | int] = {**dict(kernel.defines), "SYNC_SENTINEL": 1, "SPINS": int(spins)}
     if spins and d.waits.also:
         defines["SPINS_ON_ALL"] = 1
+    if spins and d.waits.also_part:
+        defines["SPINS_ON_PARTS"] = 1
     if arrivals:
         defines |= {"ARRIVES": 1, "BIND_ARRIVALS": len(args)}
         args = (*args, Arg(arrivals, "rw"))

@@ -35,10 +35,11 @@ def spin_waits(node: LinearNode, config: GemvConfig) -> SpinWaits | None:
     if config.prologue == "none" or config.columns > 1 or node.n > 1:
         return None
     first = [node.extra[role].name for role in ("ids", "expert_weights", "logits") if role in node.extra]
+    residual = (node.extra["residual"].name,) if "residual" in node.extra else ()
     if node.experts == "heads" or (node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1):
-        return SpinWaits(tuple(first), (node.x.name,))
+        return SpinWaits(tuple(first), (node.x.name,), also_part=residual)
     also = (node.extra["post_residual"].name,) if "post_residual" in node.extra else ()
-    return SpinWaits((*first, node.x.name), also=also)
+    return SpinWaits((*first, node.x.name), also=also, also_part=residual)
 
 
 def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Shard], reason: str, ctx: LowerContext) -> Dispatch:
