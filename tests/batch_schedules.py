@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from vkback.engine.batch.pages import PagePool, PrefixCache
 from vkback.engine.batch.scheduler import Action, Bring, Copy, Idle, Keep, Limits, Read, ScheduleError, Scheduler, State, Step, Text
+
+Kernel = tuple[int, int]
+
+STEP: Kernel = (-1, 0)
 
 VOCABULARY = 64
 MODULUS = 1_000_003
@@ -64,11 +68,14 @@ class SimulatedEngine:
     read: Read | None = None
     columns: dict[int, Column] = field(default_factory=dict)
     staging: list[int] = field(default_factory=list)
-    host: dict[int, tuple[list[list[int]], int]] = field(default_factory=dict)
+    staged: list[Kernel] = field(default_factory=list)
+    host: dict[int, tuple[list[tuple[list[int], list[Kernel]]], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.limits, self.pool = self.scheduler.limits, self.scheduler.pool
         self.pages = [[-1] * self.limits.page for _ in range(self.pool.n_pages)]
+        self.kernels = [[STEP] * self.limits.page for _ in range(self.pool.n_pages)]
+        """What made a row: a step, or a read that began at a row and had so many tokens."""
         self.states: dict[int, int] = {}
 
     @property
@@ -84,22 +91,24 @@ class SimulatedEngine:
             case Keep():
                 assert all(t.arrival < action.text.arrival for t in self.scheduler.texts.values() if t.state is State.RUNNING)
                 assert not action.text.submitted, "a preempted text waits for its steps in flight"
-                self.host[action.text.id] = [self.pages[p][:] for p in action.pages], self.states.get(action.slot, 0)
+                kept = [(self.pages[p][:], self.kernels[p][:]) for p in action.pages]
+                self.host[action.text.id] = kept, self.states.get(action.slot, 0)
                 self.columns.pop(action.text.id, None)
             case Bring(text, restore):
                 kept, state = self.host.pop(text.id)
                 for index in restore:
-                    self.write(text.pages[index], kept[index])
+                    self.write(text.pages[index], *kept[index])
                 self.states[text.slot] = state
             case Copy(text, from_slot, from_page, to_page):
                 assert (from_page >= 0) == (to_page >= 0) == bool(text.rows % self.limits.page)
                 if to_page >= 0:
-                    self.write(to_page, self.pages[from_page])
+                    self.write(to_page, self.pages[from_page], self.kernels[from_page])
                 self.states[text.slot] = self.states.get(from_slot, 0)
 
-    def write(self, page: int, rows: list[int], first: int = 0) -> None:
+    def write(self, page: int, rows: list[int], kernels: list[Kernel]) -> None:
         assert self.pool.references(page) == 1, "a page that is written has one text"
-        self.pages[page][first : first + len(rows)] = rows
+        self.pages[page][: len(rows)] = rows
+        self.kernels[page][: len(rows)] = kernels
 
     def carry_out_read(self, read: Read) -> None:
         text, rows = read.text, read.text.length - 1
@@ -108,12 +117,15 @@ class SimulatedEngine:
         assert not (read.store and self.scheduler.kept), "kept texts run again before others begin to"
         if read.matched or not read.first:
             self.staging = [cell for page in read.matched for cell in self.pages[page]]
+            self.staged = [kernel for page in read.matched for kernel in self.kernels[page]]
         assert len(self.staging) == read.first
         self.staging += cells(text.tokens[read.first : read.first + read.count], read.first)
+        self.staged += [(read.first, read.count)] * read.count
         assert self.staging == cells(text.tokens[: len(self.staging)]), "the staging cache holds the text's own rows"
         page = self.limits.page
         for index in read.store:
-            self.write(text.pages[index], self.staging[index * page : (index + 1) * page])
+            part = slice(index * page, (index + 1) * page)
+            self.write(text.pages[index], self.staging[part], self.staged[part])
         assert (len(self.staging) == rows) == bool(read.store) or text.pages, "the last piece stores what was not found"
         if len(self.staging) == rows:
             assert text.slot >= 0 and len(text.pages) == -(-rows // page)
@@ -124,40 +136,37 @@ class SimulatedEngine:
         self.read = read
 
     def carry_out_step(self, step: Step) -> None:
-        page, pages = self.limits.page, self.pages
-        assert 1 <= len(step.columns) <= self.limits.max_step_tokens
-        assert len(self.steps) < self.limits.in_flight and step.count == max(c.steps for c in step.columns)
-        assert len({slot for _, slot, _ in step.columns}) == len(step.columns)
-        self.columns = {text.id: self.columns[text.id] for text, _, _ in step.columns if text.id in self.columns}
+        limits = self.limits
+        taken = sum(c.tokens for c in step.columns)
+        assert 1 <= len(step.columns) <= taken <= min(limits.max_step_tokens, step.width), "a column for each token"
+        assert step.width in (limits.classes or [taken]), "there is a program of that width"
+        assert len(self.steps) < limits.in_flight and step.count == max(1, *(c.steps for c in step.columns))
+        assert len({c.slot for c in step.columns}) == len(step.columns)
+        self.columns = {c.text.id: self.columns[c.text.id] for c in step.columns if c.text.id in self.columns}
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
-        for text, slot, steps in step.columns:
-            assert text.state is State.RUNNING and text.slot == slot < self.limits.slots and steps >= 1
+        for text, slot, steps, tokens, first in step.columns:
+            assert text.state is State.RUNNING and text.slot == slot < limits.slots and steps >= 0 and tokens >= 1
             column = self.columns.get(text.id)
             if column is None:
-                tokens = text.tokens
-                assert text.submitted == steps and text.rows == len(tokens) - 1
-                column = self.columns[text.id] = Column(tokens, cells(tokens[:-1]), 0)
-                for token in tokens[:-1]:
+                known = text.tokens
+                assert first == len(known) - tokens if steps else first + tokens < len(known), "it begins where its rows end"
+                assert tokens == 1 or (tokens <= limits.prefill and not limits.recurrent)
+                column = Column(known[: first + 1], cells(known[:first]), 0)
+                for token in known[:first]:
                     column.state = absorb(column.state, token)
-                if self.limits.recurrent:
-                    assert not text.rows or self.states[slot] == column.state, "the slot holds the state of its own text"
-            if column.hole:
+                if steps:
+                    self.columns[text.id] = column
+                if limits.recurrent:
+                    assert not first or self.states[slot] == column.state, "the slot holds the state of its own text"
+                for row in range(first, first + tokens - (steps > 0)):  # these make no token
+                    self.take(text, column, steps)
+                    column.tokens.append(known[row + 1])
+            if column.hole or not steps:
                 continue
-            row = len(column.cells)
-            assert row + steps <= min(len(text.pages) * page, self.limits.max_rows), "pages are assigned in advance"
-            found: list[int] = []
-            for held in text.pages[: -(-row // page)]:
-                found += pages[held]
-            assert found[:row] == column.cells, f"text {text.id} reads rows that are not its own"
-            for written in text.pages[row // page : -(-(row + steps) // page)]:
-                assert self.pool.references(written) == 1, "a page that is written has one text"
             new = made[text.id] = []
-            for _ in range(steps):
-                token, row = column.tokens[-1], len(column.cells)
-                pages[text.pages[row // page]][row % page] = row * VOCABULARY + token
-                column.cells.append(row * VOCABULARY + token)
-                column.state = absorb(column.state, token)
+            for left in range(steps, 0, -1):
+                self.take(text, column, left)
                 token = pick(column.state, self.seeds[text.id])
                 column.tokens.append(token)
                 new.append(token)
@@ -167,6 +176,32 @@ class SimulatedEngine:
                     break
             self.states[slot] = column.state
         self.steps.append((step, made, ended))
+
+    def take(self, text: Text, column: Column, steps: int) -> None:
+        """The last token of a column goes through the model: it reads the rows of its text, and stores its own; `steps` - 1 follow."""
+        page, pages, row, token = self.limits.page, self.pages, len(column.cells), column.tokens[-1]
+        assert row + max(steps, 1) <= min(len(text.pages) * page, self.limits.max_rows), "pages are assigned in advance"
+        found: list[int] = []
+        for held in text.pages[: -(-row // page)]:
+            found += pages[held]
+        assert found[:row] == column.cells, f"text {text.id} reads rows that are not its own"
+        if self.limits.pinned:
+            made_by = [kernel for held in text.pages[: -(-row // page)] for kernel in self.kernels[held]][:row]
+            assert made_by == self.kernels_alone(text, row), f"text {text.id} reads rows that it would not have alone"
+        written = text.pages[row // page]
+        assert self.pool.references(written) == 1, "a page that is written has one text"
+        pages[written][row % page] = row * VOCABULARY + token
+        self.kernels[written][row % page] = STEP
+        column.cells.append(row * VOCABULARY + token)
+        column.state = absorb(column.state, token)
+
+    def kernels_alone(self, text: Text, rows: int) -> list[Kernel]:
+        """What makes the first rows of a text when nobody else is served, and nobody was before."""
+        read, piece = len(text.prompt) - 1, self.limits.piece
+        if read < min(self.limits.prefill, self.limits.border):
+            read = 0
+        pieces = [(first, min(piece, read - first)) for first in range(0, read, piece)]
+        return [piece for piece in pieces for _ in range(piece[1])] + [STEP] * (rows - read)
 
     def report_read(self, seconds: float) -> None:
         assert self.read
@@ -180,7 +215,8 @@ class SimulatedEngine:
 
 @dataclass
 class Share:
-    """Seconds of reads and of steps, and the most that reads beside running texts had above their share in any stretch of time."""
+    """Seconds of prompts (reads, and what they add to steps) and of steps, and the most that prompts beside running texts had above their
+    share in any stretch of time."""
 
     share: float
     excess: float = 0.0
@@ -198,7 +234,7 @@ class Share:
             self.excess = max(0.0, self.excess - seconds * self.share / (1 - self.share))
 
     def is_kept(self) -> bool:
-        """Prompts may have saved one read, and one read may take longer than was expected."""
+        """Prompts may have saved one read or wide step, and one read may take longer than was expected."""
         return self.worst <= 2 * self.longest_read + 1e-9
 
 
@@ -229,13 +265,24 @@ class Schedule:
             prompt_share=SHARES[self.below(4)],
             in_flight=self.between(1, 3),
             recurrent=self.draw() < 0.15,
+            classes=((), (1, 2, 4, 8), (1, 2, 4, 6, 8, 16), (1, 2, 3, 6, 8))[self.below(4)],
+            prefill=(0, 3, 8, 40)[self.below(4)],
+            waiting_weight=(0.0, 4.0)[self.below(2)],
+            pinned=self.draw() < 0.35,
         )
+        if self.limits.recurrent:
+            self.limits = replace(self.limits, prefill=0)
         self.scheduler = Scheduler(self.limits, self.pool, self.cache)
         self.engine = SimulatedEngine(self.scheduler, {})
         self.step_seconds = (0.0004, 0.0006, 0.001, 0.002)[self.below(4)]
+        self.probed = self.draw() < 0.5 and bool(self.limits.classes)
+        if self.probed:
+            for width in self.limits.classes:
+                self.scheduler.probed(width, self.seconds_of(width))
         self.expected: dict[int, list[int]] = {}
         self.texts: list[Text] = []
         self.share = Share(self.limits.prompt_share)
+        self.share_holds = not self.limits.waiting_weight and (self.probed or not self.limits.prefill)
         self.seen: Counter[str] = Counter()
         self.crowded = self.draw() < 0.3
         """Texts that fit at first and grow: most are preempted."""
@@ -268,6 +315,9 @@ class Schedule:
             self.accept(text)
 
     def fork(self) -> None:
+        """Not with pinned steps: whether a fork shares rows that steps made, or reads them, depends on when it is admitted."""
+        if self.limits.pinned:
+            return
         if texts := [t for t in self.texts if t.state is not State.ENDED and len(t.made) < t.limit]:
             running = [t for t in texts if t.state is State.RUNNING]
             text = (running or texts)[self.below(len(running or texts))]
@@ -285,9 +335,18 @@ class Schedule:
         if self.engine.read and (not self.engine.steps or self.draw() < 0.5):
             self.engine.report_read(self.read_seconds)
         else:
-            seconds = self.step_seconds * self.engine.steps[0][0].count * (0.5 + self.draw())
+            step = self.engine.steps[0][0]
+            others = sum(c.steps > 0 and c.tokens == 1 for c in step.columns)
+            alone = self.seconds_of(self.scheduler.width(others)) if others else 0.0
+            prompts = self.seconds_of(step.width) - alone
+            seconds = step.count * alone * (0.5 + self.draw())
+            self.share.add_read(prompts, others > 0)
             self.share.add_step(seconds)
-            self.engine.report_step(seconds)
+            self.engine.report_step(seconds + prompts)
+
+    def seconds_of(self, width: int) -> float:
+        """Of a step with a program of so many columns; one of six is slower than the next."""
+        return self.step_seconds * (1 + (width + 3 * (width == 6)) / 8)
 
     def act(self) -> bool:
         """One action; False: there was none to take."""
@@ -307,8 +366,18 @@ class Schedule:
         match action:
             case Read(matched=matched):
                 self.seen["prefix"] += bool(matched)
+                self.seen["prefix of pinned pieces"] += bool(matched) and self.limits.pinned
             case Bring(text, restore):
                 self.seen["brought in part"] += len(restore) < len(text.pages)
+            case Step(columns=columns, width=width):
+                prefilled = [c for c in columns if c.tokens > 1 or not c.steps]
+                self.seen["prefilled"] += bool(prefilled)
+                self.seen["prefilled beside others"] += 0 < len(prefilled) < len(columns)
+                self.seen["prefilled in pieces"] += any(not c.steps for c in prefilled)
+                self.seen["several prefilled at once"] += len(prefilled) > 1
+                self.seen["a wider program than the next"] += width > min(
+                    (n for n in self.limits.classes if n >= sum(c.tokens for c in columns)), default=width
+                )
 
     def run(self) -> None:
         events: list[Callable[[], None]] = (
@@ -343,7 +412,7 @@ class Schedule:
             else:
                 assert text.made == self.expected[text.id]
                 assert text.reason == ("stop" if text.made[-1] == 0 else "length")
-        assert self.share.is_kept(), "prompts keep to their share of the time"
+        assert self.share.is_kept() or not self.share_holds, "prompts keep to their share of the time"
         assert not self.engine.host
         assert self.scheduler.waiting == self.scheduler.running == self.scheduler.kept == 0
         assert self.pool.available == self.pool.n_pages

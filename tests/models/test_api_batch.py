@@ -168,7 +168,7 @@ def test_a_text_that_fails_ends_alone(model: vkback.LoadedModel, monkeypatch: py
     """Its constraint cannot go on; its prompt cannot be read; its logits are not numbers."""
     options = Options(max_tokens=6, temperature=0.0)
     read = model.engine.prompt
-    unreadable = model.ids("Another that nobody can read", start=True)
+    unreadable = model.ids("Another that nobody can read, for it is longer than what goes through the steps of other texts", start=True)
 
     def prompt(tokens: Sequence[int]) -> None:
         if list(tokens) == unreadable[:-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,36 @@ def judged(engine: Engine, request: Request, text: Sequence[int], margin: float 
         assert behind <= margin * (row / (temp or 1.0)).std(), (i, token, int(scores.argmax()), behind)
 
 
+def with_logits(batch: Batch, request: Request, others: Sequence[Request] = ()) -> tuple[list[int], np.ndarray]:
+    """The tokens of a text and the logits that each was picked from, while others are served."""
+    for other in others[::2]:
+        batch.add(other)
+    id = batch.add(replace(request, logits=True))
+    for other in others[1::2]:
+        batch.add(other)
+    updates = [made for made in batch.run() if made.id == id]
+    return [token for made in updates for token in made.tokens], np.concatenate([made.logits for made in updates if made.logits])
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+def bits_hold(batch: Batch, others: Sequence[Request]) -> None:
+    """A text is made token by token from its first one. Then beginnings of it are prompts, whose tokens are columns of the same class of
+    step, several in one step: what follows has the same bits, whoever else is served."""
+    text, logits = with_logits(batch, Request((5,), 20, stop_at_eos=False))
+    whole = [5, *text]
+    for known in (5, 13):
+        before = batch.scheduler.prefilled
+        made, found = with_logits(batch, Request(tuple(whole[:known]), 21 - known, stop_at_eos=False), others[:2])
+        if batch.engine.model.architecture.recurrent:
+            assert batch.scheduler.prefilled == 0, "a step moves a recurrent state on by one token"
+        else:
+            assert batch.scheduler.prefilled - before >= known - 1
+            assert made == whole[known:] and same_bits(found, logits[known - 1 :])
+
+
 @pytest.mark.vulkan
 @pytest.mark.parametrize("shape", TINY)
 def test_texts_of_every_architecture_are_those_of_each_alone(shape: str, tmp_path: Path, device: Device) -> None:
@@ -78,10 +109,11 @@ def test_texts_of_every_architecture_are_those_of_each_alone(shape: str, tmp_pat
     synthesize(f"{shape}-Q8_0", path)
     with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine:
         wanted = requests(10, engine.model.hp.n_vocab, 1)
-        with Batch(engine, sequences=4, page=PAGE, rows=12 * PAGE, pinned=True) as batch:
+        with Batch(engine, sequences=4, page=PAGE, rows=12 * PAGE, pinned=True, prefill=16) as batch:
             texts = served(batch, wanted, 2)
             batch.prefixes.clear()
             assert batch.pool.free == batch.pool.n_pages
+            bits_hold(batch, wanted)
         for request, text in zip(wanted, texts, strict=True):
             judged(engine, request, text)
 
@@ -124,6 +156,24 @@ def test_pinned_steps_give_a_text_its_bits_whoever_else_is_served(llama: Engine)
             alone.append([token for made in updates_of(batch, id) for token in made.tokens])
         batch.prefixes.clear()
         assert served(batch, wanted, 6) == alone
+
+
+@pytest.mark.vulkan
+def test_short_prompts_are_read_in_the_steps_of_others(tmp_path: Path, device: Device) -> None:
+    """Nothing but steps runs, of classes that follow the number of columns, and each text is what it is alone."""
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine:
+        wanted = [replace(request, tokens=request.tokens[:20]) for request in requests(12, engine.model.hp.n_vocab, 11)]
+        with Batch(engine, sequences=8, page=PAGE, rows=40 * PAGE, max_step_tokens=16, prefill=20) as batch:
+            texts = served(batch, wanted, 12)
+            prompts = sum(len(request.tokens) - 1 for request in wanted)
+            assert batch.counters.seconds["prompts"] == 0.0 and batch.scheduler.prefilled == batch.counters.read
+            assert prompts // 2 < batch.counters.read <= prompts
+            batch.prefixes.clear()
+            assert batch.pool.free == batch.pool.n_pages
+        for request, text in zip(wanted, texts, strict=True):
+            judged(engine, request, text)
 
 
 @pytest.mark.vulkan

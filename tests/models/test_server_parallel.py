@@ -246,7 +246,8 @@ def test_what_fails_for_all_ends_those_that_run_and_the_next_ones_are_answered(s
 @pytest.mark.vulkan
 def test_a_fault_of_one_request_is_its_own(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = served.worker.model.engine
-    read, bad = engine.prompt, served.worker.tokenizer.encode("Nobody reads this")
+    unread = "Nobody reads this, for it is longer than what goes through the steps of other texts."
+    read, bad = engine.prompt, served.worker.tokenizer.encode(unread)
 
     def prompt(tokens: Sequence[int]) -> None:
         if list(tokens) == bad[:-1]:
@@ -258,7 +259,7 @@ def test_a_fault_of_one_request_is_its_own(served: Served, monkeypatch: pytest.M
     options: vkback.GenerateOptions = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     until = time.monotonic() + 20
     good = QueuedRequest("She said", False, options, "a", until, ends["good"].append)
-    run(served, [good, QueuedRequest("Nobody reads this", False, options, "a", until, ends["bad"].append)])
+    run(served, [good, QueuedRequest(unread, False, options, "a", until, ends["bad"].append)])
     (error,) = ends["bad"]
     assert isinstance(error, ServerError) and "logits are not numbers" in str(error)
     assert len(ends["good"][-1].tokens) == 12

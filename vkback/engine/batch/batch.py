@@ -21,7 +21,7 @@ from vkback.device import DeviceLost, Timeout
 from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.pages import PagePool, PrefixCache
-from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Copy, Idle, Keep, Limits, Read, Scheduler, Step, Text
+from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Column, Copy, Idle, Keep, Limits, Read, Scheduler, Step, Text
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
 from vkback.engine.constraint import Constraint
@@ -46,6 +46,15 @@ WAITING_WEIGHT = 4.0
 
 SEQUENCES = 64
 """Sequences that run at once, unless somebody asks for fewer."""
+
+PREFILL = 64
+"""Most tokens of a prompt that go through the steps of the running texts, rather than through a program of their own."""
+
+CPU_PREFILL = 8
+"""The same on a CPU driver, where a program reads a token of a prompt four times as fast as a step's column."""
+
+PROBES = 3
+"""Runs of a class of step, of which the fastest counts."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,8 @@ class Batch:
         page: int = PAGE,
         prompt_share: float = 1 / 3,
         pinned: bool = False,
+        max_step_tokens: int | None = None,
+        prefill: int | None = None,
     ) -> None:
         """Takes memory for the pages.
 
@@ -156,13 +167,25 @@ class Batch:
         rows       of all sequences together, default: as many as each of them may have, or half of the memory that is left
         max_rows   of one sequence, default and at most: the engine's context
         prompt_share  most share of the time that prompts take while texts run
-        pinned     every step has the class of `sequences` columns, and no text begins with rows that were made for another one, so that
-                   a text has the same bits whoever else is served
+        pinned     a text has the same bits whoever else is served (docs/batch_invariance.md): all steps have max_step_tokens columns, and
+                   how a prompt is read depends on its length alone
+        max_step_tokens  most columns of a step, which running texts and short prompts share; at least `sequences`, default: 64, with
+                   `pinned` and on CPU drivers as many as `sequences`
+        prefill    most tokens of a prompt that go through steps; 0: none; default: 64, on CPU drivers 8, with `pinned` max_step_tokens
         """
         sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
         if sequences > CLASSES[-1]:
             raise wrong("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", "batch")
         self.engine, self.device = engine, engine.device
+        recurrent, software = engine.model.architecture.recurrent, engine.device.caps.software
+        if max_step_tokens is None:
+            max_step_tokens = sequences if software or recurrent or pinned else CLASSES[-1]
+        expected = f"a whole number from {sequences}, as many as sequences, to {CLASSES[-1]}"
+        if whole("max_step_tokens", max_step_tokens, expected, sequences, "batch") > CLASSES[-1]:
+            raise wrong("max_step_tokens", max_step_tokens, expected, "batch")
+        most = class_of(max_step_tokens)
+        if prefill is None:
+            prefill = most if pinned else CPU_PREFILL if software else PREFILL
         self.max_rows = min(max_rows or engine.n_ctx, engine.n_ctx)
         max_pages = -(-self.max_rows // page)
         if engine.n_ctx % page:
@@ -175,19 +198,21 @@ class Batch:
             slots=sequences,
             page=page,
             max_rows=self.max_rows,
-            max_step_tokens=sequences,
+            max_step_tokens=most,
             piece=min(engine.ubatch, engine.n_ctx),
             prompt_share=prompt_share,
             waiting_weight=WAITING_WEIGHT,
-            # Pages hold no recurrent states; and with pinned steps, too, a prefix is not another text's.
-            recurrent=pinned or engine.model.architecture.recurrent,
+            recurrent=recurrent,
+            classes=(most,) if pinned else tuple(n for n in CLASSES if n <= most),
+            prefill=0 if recurrent else prefill,
+            pinned=pinned,
         )
         self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
         self.counters = Counters()
         self._pinned = pinned
         self._caches = PagedCaches(engine, self.paging)
         try:
-            self._state = BatchState(self.device, class_of(sequences), self.paging)
+            self._state = BatchState(self.device, most, self.paging)
         except BaseException:
             self._caches.close()
             raise
@@ -195,7 +220,7 @@ class Batch:
         self._edits = Edits()
         self._penalized_slots: set[int] = set()
         self._works: dict[int, _Work] = {}
-        self._columns: list[_Work | None] = [None] * class_of(sequences)
+        self._columns: list[_Work | None] = [None] * most
         self._flying: deque[_Submitted] = deque()
         self._made: list[Update] = []
         self._ids = count()
@@ -282,12 +307,15 @@ class Batch:
                 self._do(action)
 
     def prepare(self, columns: Sequence[int] = (), sampler: Sampler | None = None) -> None:
-        """Compile and record what steps of so many columns need, default: all there may be."""
+        """Compile and record what steps of so many columns need, default: all there may be, of which the scheduler learns how long a step
+        takes. Does nothing while texts run."""
         kind = Kind(greedy=sampler is None or sampler.greedy, penalties=sampler is not None and sampler.penalizes)
-        most = class_of(self.limits.slots)
-        for n in columns or [most] if self._pinned else columns or [n for n in CLASSES if n <= most]:
-            if not self._programs.ready(class_of(n), kind) and not self._flying and not any(self._columns):
-                self._programs.prepare(class_of(n), kind)
+        if self._flying or any(self._columns):
+            return
+        for n in {class_of(n, self.limits.max_step_tokens) for n in columns} if columns and not self._pinned else self.limits.classes:
+            if not self._programs.ready(n, kind):
+                self._programs.prepare(n, kind)
+                self.scheduler.probed(n, min(self._programs.seconds(n, kind) for _ in range(PROBES)))
 
     # What the scheduler decides
 
@@ -301,6 +329,7 @@ class Batch:
             work = self._works[action.text.id]
             work.kept = [self._caches.download([page]) for page in action.pages]
             work.kept_states = self._caches.download_states(action.slot)
+            work.pages = 0
             self._take_out(work)
         elif isinstance(action, Bring):
             self._bring(action)
@@ -348,40 +377,59 @@ class Batch:
         work.kept, work.kept_states = [], None
 
     def _submit(self, action: Step) -> None:
-        works = self._in(action)
-        if works and class_of(max(w.column for w in works) + 1) > class_of(len(works)):
-            # Fewer columns would do: texts move together once it is known where they are, and which have ended.
+        columns = self._in(action)
+        ids = {c.text.id for c in columns}
+        for i, work in enumerate(self._columns):
+            if work is not None and work.text.id not in ids:  # at its limit with its last step in flight, which makes the column a hole
+                self._columns[i], work.column = None, -1
+        if any(self._works[c.text.id].column >= action.width for c in columns):
+            # Texts move together once it is known where they are, and which have ended.
             self._drain()
-            works = self._in(action)
-            for work in works:
-                self._take_out(work)
-        if not works:
+            columns = self._in(action)
+            for c in columns:
+                self._take_out(self._works[c.text.id])
+        if not columns:
             self._flying.append(_Submitted(action, None, time.perf_counter()))
             return
         kind = Kind()
-        for work in works:
+        for c in columns:
+            work = self._works[c.text.id]
             kind |= self._kind_of(work)
-            self._place(work)
+            if c.steps:
+                self._place(work)
             self._give_pages(work)
-        most = max(w.column for w in works) + 1
-        columns = class_of(self.limits.slots) if self._pinned else class_of(most)
-        if not self._programs.ready(columns, kind):
+        self._prefill(columns)
+        if not self._programs.ready(action.width, kind):
             self._drain()  # whose time would hold that of compilers
-            self._programs.record(columns, kind, action.count)
+            self._programs.record(action.width, kind, action.count)
+            columns = self._in(action)
         if kind.masked:
-            self._upload_masks(works)
+            self._upload_masks([self._works[c.text.id] for c in columns if c.steps])
         began = time.perf_counter()
-        for work in works:
-            if not work.took.began:
+        for c in columns:
+            work = self._works[c.text.id]
+            if c.steps and not work.took.began:
                 work.took.began = began
-        flight = self._programs.submit(columns, kind, action.count, self._edits)
+        flight = self._programs.submit(action.width, kind, action.count, self._edits)
         self._flying.append(_Submitted(action, flight, began))
         self.counters.steps += action.count
-        self.counters.columns += sum(c.steps for c in action.columns)
+        self.counters.columns += sum(c.steps + c.tokens - 1 for c in action.columns)
 
-    def _in(self, action: Step) -> list[_Work]:
-        """The texts of a step that have not ended."""
-        return [self._works[c.text.id] for c in action.columns if c.text.id in self._works]
+    def _prefill(self, columns: Sequence[Column]) -> None:
+        """Give the tokens of prompts that make no token columns that are holes before and after the step."""
+        holes = (i for i, work in enumerate(self._columns) if work is None)
+        for c in columns:
+            work = self._works[c.text.id]
+            tokens = c.text.tokens[c.first : c.first + c.tokens - (c.steps > 0)] if c.tokens > 1 or not c.steps else []
+            if tokens and not work.begun:
+                work.begun, work.took.reused = True, c.first
+            for row, token in enumerate(tokens, c.first):
+                self._put(next(holes), work.text, token, row, draws=False)
+            self.counters.read += len(tokens)
+
+    def _in(self, action: Step) -> list[Column]:
+        """Columns of a step whose texts have not ended."""
+        return [c for c in action.columns if c.text.id in self._works]
 
     def _kind_of(self, work: _Work) -> Kind:
         request = work.request
@@ -399,30 +447,28 @@ class Batch:
         """Give a text that has none a column, and its slot a loop that begins where the text stands."""
         if work.column >= 0:
             return
-        text, request, put, word = work.text, work.request, self._edits.put, self._state.word
-        if not work.took.began and not work.begun:  # nothing of its prompt had to be read
+        text, request = work.text, work.request
+        if not work.took.began and not work.begun and text.length - 1 == text.rows:  # nothing of its prompt had to be read
             work.took.reused = text.rows
         column = self._columns.index(None)
         self._columns[column], work.column = work, column
-        row, page = text.rows, self.paging.page
-        values = {
-            "tokens": text.tokens[-1],
-            "pos": row,
-            "rows": text.pages[row // page] * page + row % page,
-            "slots": text.slot,
-            "draws": 1,
-        }
-        for name, value in values.items():
-            put(word(name, column), value)
+        self._put(column, text, text.tokens[-1], text.length - 1, draws=True)
         loop = work.loop.copy()
         loop[LOOP_LIMIT] = text.limit - len(text.made)
         for i, value in enumerate(loop.tolist()):
-            put(word("loops", text.slot * LOOP_WORDS + i), value)
+            self._edits.put(self._state.word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
         penalized = request.sampler.penalizes or request.constraint is not None
         if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
         (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
+
+    def _put(self, column: int, text: Text, token: int, row: int, *, draws: bool) -> None:
+        """What a column takes in the next step: a token of a text, for a row of its own."""
+        page = self.paging.page
+        stored = text.pages[row // page] * page + row % page
+        for name, value in {"tokens": token, "pos": row, "rows": stored, "slots": text.slot, "draws": int(draws)}.items():
+            self._edits.put(self._state.word(name, column), value)
 
     def _give_pages(self, work: _Work) -> None:
         """Entries of the page table that the device does not have yet."""
@@ -489,9 +535,13 @@ class Batch:
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
         errors: dict[int, VkbackError] = {}
-        for text, slot, _ in done.action.columns:
+        for text, slot, steps, taken, _ in done.action.columns:
             work = self._works.get(text.id)
             if work is None:
+                continue
+            if taken > 1 or not steps:
+                work.took.prompt_s += seconds
+            if not steps:  # the slot's loop may be that of the text before
                 continue
             step, status = int(loops[slot, 0]), int(loops[slot, 1])
             made[text.id] = tokens = [int(loops[slot, LOOP_RING + i % RING]) for i in range(work.seen, step)]

@@ -6,6 +6,10 @@ one queue do: a page that one action frees (Keep, the pages that a Read matched)
 
 A text of n tokens (prompt and made) has n - 1 rows in its pages: its last token is the input of its next step, which stores row n - 1 and
 makes token n + 1. So a prompt of P tokens is read up to row P - 2.
+
+Prompts are read in two ways. A Read runs a program of many tokens, beside which no step runs. A short prompt, or what the prefix cache does
+not have of one, is *prefilled in steps*: its tokens are columns of the steps of the texts that run, several in one step. Only the column of
+its last token makes a token.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from math import lcm
 from typing import NamedTuple
 
 from vkback.checks import number, whole
@@ -50,8 +55,9 @@ class Text:
     id: unique among the texts in work. client: whose text it is; clients take turns. prompt: at least one token. max_tokens: most tokens
     made. made: tokens made and reported. pages: physical pages of its rows, by row / page; they only grow while it runs. slot: its row of
     the page table, -1 without one. rows: while it is read those in the staging cache; then those in its pages (kept: on the host), as
-    reported. submitted: steps submitted and not reported yet. reason: why it ended. limit: most tokens made, its rows considered. arrival:
-    its place in the order of arrival. source: the text whose pages a fork shares when it is admitted.
+    reported. submitted: steps submitted and not reported yet, each of which makes a token. ahead: rows that what is submitted and not
+    reported stores. reason: why it ended. limit: most tokens made, its rows considered. arrival: its place in the order of arrival.
+    source: the text whose pages a fork shares when it is admitted.
     """
 
     id: int
@@ -64,6 +70,7 @@ class Text:
     slot: int = -1
     rows: int = 0
     submitted: int = 0
+    ahead: int = 0
     reason: str = ""
     limit: int = 0
     arrival: int = 0
@@ -85,6 +92,11 @@ class Text:
         return self.limit - len(self.made) - self.submitted
 
     @property
+    def rest(self) -> int:
+        """Tokens that its next step could take: more than one while it is prefilled in steps."""
+        return 1 if self.submitted else self.length - self.rows - self.ahead
+
+    @property
     def most_rows(self) -> int:
         """Rows that it has when it ends at its limit."""
         return len(self.prompt) - 1 + self.limit
@@ -93,10 +105,13 @@ class Text:
 @dataclass(frozen=True)
 class Limits:
     """slots: rows of the page table. page: rows of a page. max_rows: most rows of a sequence. max_step_tokens: most columns of a step; so
-    many texts run at most. piece: most prompt tokens of a read. prompt_share: most share of the time for prompts while others run, above
-    0; 1: prompts go first. waiting_weight: of a text that waits behind the one that is read, against a running one, in the share that
-    prompts take; 0: none. in_flight: most steps submitted and not reported. recurrent: the model has states beside the pages, so that no
-    prefix is reused. Raises OptionError for a value that cannot be."""
+    many texts run at most. classes: columns of the programs of steps, in order; none: there is one for each number. piece: most prompt
+    tokens of a read. prefill: most tokens of a text that are prefilled in steps; 0: all prompts are read. prompt_share: most share of the
+    time for prompts while others run, above 0; 1: prompts go first. waiting_weight: of a text that waits behind the one that is read,
+    against a running one, in the share that prompts take; 0: none. in_flight: most steps submitted and not reported. recurrent: the model
+    has states beside the pages, so that no prefix is reused, and a step takes no more than one token of a text. pinned: how a prompt is
+    read depends on its length alone: all pieces but the last have `piece` tokens, and texts share only rows of such pieces
+    (docs/batch_invariance.md). Raises OptionError for a value that cannot be."""
 
     slots: int
     page: int
@@ -107,11 +122,20 @@ class Limits:
     in_flight: int = 2
     waiting_weight: float = 0.0
     recurrent: bool = False
+    classes: tuple[int, ...] = ()
+    prefill: int = 0
+    pinned: bool = False
+
+    @property
+    def border(self) -> int:
+        """Texts share rows up to a multiple of it."""
+        return lcm(self.page, self.piece) if self.pinned else self.page
 
     def __post_init__(self) -> None:
         for name in ("slots", "page", "max_rows", "max_step_tokens", "piece", "in_flight"):
             whole(name, getattr(self, name), "a whole number of at least 1", 1, "batch")
         number("prompt_share", self.prompt_share, "a number from 0.01 to 1", 0.01, 1, "batch")
+        whole("prefill", self.prefill, "a whole number, 0 or more", 0, "batch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,21 +153,27 @@ class Read:
 
 
 class Column(NamedTuple):
-    """A text in a step. steps: how many of the submit's steps it takes; fewer than all where it is at its limit then."""
+    """A text in a step. steps: how many of the submit's steps it takes, each of which makes a token; fewer than all where it is at its
+    limit then; 0: it is prefilled, and more of it is to come. tokens: of the text that the first of these steps takes, a column of the
+    device for each: text.tokens[first : first + tokens], at rows of the same numbers. first -1: one token, which the step before makes."""
 
     text: Text
     slot: int
     steps: int
+    tokens: int
+    first: int
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Run `count` steps of these texts in one submit. A text that was not in the step before has nothing in flight: text.tokens[-1] is its
-    input, at row text.rows; where that is row 0, recurrent states begin at zero. Who was in it and is not in this one has become a hole.
-    Pages for all rows are assigned."""
+    """Run `count` steps of these texts in one submit, with a program of `width` columns. Where a text's first row is row 0, recurrent
+    states begin at zero. Who made tokens in the step before and is not in this one has become a hole. Pages for all rows are assigned.
+    prefill_seconds: of it that prompts were charged for."""
 
     columns: tuple[Column, ...]
     count: int
+    width: int
+    prefill_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,9 +216,10 @@ Action = Read | Step | Keep | Bring | Copy | Idle
 class Scheduler:
     """Decides for the texts in work.
 
-    Clients take turns at admission; within a client the first text comes first. One text is read at a time. While others run, reads take at
-    most prompt_share of the time. When pages are short, the prefix cache loses pages first; then the running text that came last is kept on
-    the host. Kept texts come back before others are admitted. Counters: preemptions.
+    Clients take turns at admission; within a client the first text comes first. One text is read at a time; any number are prefilled in
+    steps. While others run, reads, and the columns that prompts add to steps, take at most prompt_share of the time. When pages are short,
+    the prefix cache loses pages first; then the running text that came last is kept on the host. Kept texts come back before others are
+    admitted. Counters: preemptions; prefilled: tokens of prompts in steps, but for the last of each.
     """
 
     def __init__(self, limits: Limits, pool: PagePool, cache: PrefixCache) -> None:
@@ -198,7 +229,7 @@ class Scheduler:
         self.limits, self.pool, self.cache = limits, pool, cache
         self.texts: dict[int, Text] = {}
         """Texts in work by id; one that has ended is no longer here when its pages are released."""
-        self.preemptions = 0
+        self.preemptions = self.prefilled = 0
         self.most_steps = MAX_STEPS
         """Of a submit; 1 where the host has to see every step."""
         self._arrivals = 0
@@ -222,7 +253,10 @@ class Scheduler:
         """Seconds of it that prompts were charged for; None: nobody ran."""
         self._read_seconds: dict[int, float] = {}
         """Of a read, by the bits of its number of tokens."""
-        self._step_seconds = 0.0
+        self._step_seconds: dict[int, float] = {}
+        """Of a step, by the columns of its program."""
+        self._probed: dict[int, float] = {}
+        """The same, of steps of nothing but holes."""
         self._credit = 0.0
         """Seconds that prompts may take while others run."""
 
@@ -291,6 +325,28 @@ class Scheduler:
         """Steps that make about SUBMIT_SECONDS of work, 1 to MAX_STEPS."""
         return max(1, min(MAX_STEPS, round(SUBMIT_SECONDS / step_seconds))) if step_seconds > 0 else 1
 
+    def probed(self, width: int, seconds: float) -> None:
+        """Reports how long a step of nothing but holes takes with a program of so many columns."""
+        self._probed[width] = number("seconds", seconds, "seconds of work, at least 0", 0, who="batch")
+
+    def width(self, columns: int) -> int:
+        """Columns of the program for a step of so many: where all that hold them were probed, those of the fastest; else the fewest."""
+        fit = [n for n in self.limits.classes if n >= columns]
+        if not fit:
+            return columns
+        return min(fit, key=lambda n: self._probed[n]) if all(n in self._probed for n in fit) else fit[0]
+
+    def step_seconds(self, width: int) -> float:
+        """Of a step with a program of so many columns: as they took, else as it was probed, else 0."""
+        return self._step_seconds.get(width) or self._probed.get(width, 0.0)
+
+    def prefill_seconds(self, before: int, after: int) -> float:
+        """By how much a step takes longer with a program of more columns (before 0: there would be no step), as far as that is known."""
+        for known in (self._probed, self._step_seconds):
+            if before < after and after in known and (before in known or not before):
+                return max(0.0, known[after] - known.get(before, 0.0))
+        return 0.0
+
     def next(self) -> Action:
         """What to do now. It may be called before the actions before are reported; then it never gives more than one read and
         limits.in_flight steps that are not reported."""
@@ -339,27 +395,31 @@ class Scheduler:
         if not self._steps or action is not self._steps[0]:
             raise ScheduleError("[batch] this step is not the oldest in flight; expected steps to be reported in order, each once")
         seconds = number("seconds", seconds, "seconds of work, at least 0", 0, who="batch")
-        for text, _, steps in action.columns:
+        for text, _, steps, *_ in action.columns:
             count = len(made.get(text.id, ()))
             if count > steps or (count < steps and text.state is not State.ENDED and text.id not in ended):
                 raise ScheduleError(
                     f"[batch] text {text.id}: made {count} tokens in {steps} steps; expected one a step, or fewer and a reported end"
                 )
         self._steps.popleft()
-        self._step_seconds = _smooth(self._step_seconds or None, seconds / action.count)
+        self._step_seconds[action.width] = _smooth(self._step_seconds.get(action.width), seconds / action.count)
         if self.limits.prompt_share < 1:
             share = self.share
-            earned = seconds * share / (1 - share)
-            self._credit = min(self._credit + earned, max(self._credit, self._most_read_seconds()))
-        for text, _, steps in action.columns:
+            earned = max(0.0, seconds - action.prefill_seconds) * share / (1 - share)
+            self._credit = min(self._credit + earned, max(self._credit, self._most_prompt_seconds()))
+        for text, _, steps, count, _ in action.columns:
+            stored = count - (steps > 0)  # rows of its prompt, beside one for each token made
             text.submitted -= steps
+            text.ahead -= stored + steps
             if text.state is State.ENDED:
-                if not text.submitted:
+                if not text.ahead:
                     self._leave(text)
                 continue
             tokens = made.get(text.id, ())
             text.made += tokens
-            text.rows += len(tokens)
+            text.rows += stored + len(tokens)
+            if stored:
+                self._register(text)
             if text.id in ended:
                 self._end(text, ended[text.id])
             elif len(text.made) == text.limit:
@@ -368,12 +428,14 @@ class Scheduler:
     # Texts come and go
 
     def _admit(self) -> None:
-        """Admits waiting texts: forks that share pages at once, and one to be read."""
+        """Admits waiting texts: forks that share pages and those that are prefilled in steps at once, and one to be read."""
         while self.slots and not self._kept and self._waiting:
             client, texts = next(iter(self._waiting.items()))
             text = next(iter(texts.values()))
             full, rest = divmod(text.length - 1, self.limits.page)
             if source := self._shared_source(text):
+                if source.rows + source.ahead < text.length - 1:
+                    return  # it is being prefilled
                 if any(c.text is source for c in self._copies) or not self._room(self._pages_to_run(text) - full):
                     return
                 text.pages = source.pages[:full]
@@ -386,6 +448,13 @@ class Scheduler:
                     self.pool.share(source.pages[full : full + bool(rest)])
                     self._copies.append(Copy(text, source.slot, *pages))
                 self._run(text)
+            elif self._prefills(text):
+                if not self._room(self._pages_to_run(text) - self._look_up(text)):
+                    return
+                text.pages = self._match(text)
+                text.rows, text.slot = len(text.pages) * self.limits.page, heappop(self.slots)
+                self.cache.count(len(text.pages))
+                self._run(text)
             elif self._reader is None:
                 self._reader, text.state, text.slot = text, State.READING, heappop(self.slots)
                 self._known = self._look_up(text)
@@ -397,6 +466,23 @@ class Scheduler:
                 self._waiting.move_to_end(client)
             else:
                 del self._waiting[client]
+
+    def _prefills(self, text: Text) -> bool:
+        """Whether a text is prefilled in steps: what the prefix cache does not have of it is short, and, as far as that is known, wider
+        steps take no longer than a read would."""
+        most = self.limits.prefill
+        if self.limits.pinned:
+            return text.length <= min(most, self.limits.border)
+        if not most or text.length - len(self.cache) * self.limits.page > most:
+            return False
+        rest = text.length - self._look_up(text) * self.limits.page
+        read, now = self._expected_seconds(rest - 1), max(1, len(self._running))
+        room = self.limits.max_step_tokens - now
+        if rest > most or rest == 1 or not read or room <= 0:
+            return rest <= most
+        full, last = divmod(rest - 1, room)
+        before = self.width(now)
+        return full * self.prefill_seconds(before, self.width(now + room)) + self.prefill_seconds(before, self.width(now + last)) <= read
 
     def _shared_source(self, text: Text) -> Text | None:
         """The text that a fork shares pages with: it runs, and the state of a recurrent model is that of the fork's last row."""
@@ -434,7 +520,7 @@ class Scheduler:
         self._running.pop(text.id, None)
         self._kept.pop(text.id, None)
         text.state, text.reason, text.source = State.ENDED, reason, None
-        if not text.submitted and not (self._read and self._read.text is text):
+        if not text.ahead and not (self._read and self._read.text is text):
             self._leave(text)
 
     def _leave(self, text: Text) -> None:
@@ -453,7 +539,10 @@ class Scheduler:
 
     def _register(self, text: Text) -> None:
         if text.pages and not self.limits.recurrent:
-            self.cache.insert(text.tokens[: text.rows], text.pages)
+            rows = text.rows
+            if self.limits.pinned:
+                rows = min(rows, (len(text.prompt) - 1) // self.limits.border * self.limits.border)
+            self.cache.insert(text.tokens[:rows], text.pages)
 
     def _look_up(self, text: Text) -> int:
         """Pages that the prefix cache has of a text now."""
@@ -462,7 +551,13 @@ class Scheduler:
         return len(pages)
 
     def _match(self, text: Text) -> list[int]:
-        return [] if self.limits.recurrent else self.cache.match(text.tokens[: text.length - 1], count=False)
+        if self.limits.recurrent:
+            return []
+        rows = len(text.prompt) - 1 if self.limits.pinned else text.length - 1  # steps made what comes behind the prompt
+        pages = self.cache.match(text.tokens[:rows], count=False)
+        beyond = len(pages) % (self.limits.border // self.limits.page)
+        self.pool.release(pages[len(pages) - beyond :])
+        return pages[: len(pages) - beyond]
 
     # Pages
 
@@ -472,7 +567,7 @@ class Scheduler:
         reserved = 0
         for text in self._running.values():
             grows = self.pool.pages_for(text.most_rows) > len(text.pages)
-            reserved += max(grows, self._need(text, MAX_STEPS))
+            reserved += max(grows, self._need(text, text.rest, MAX_STEPS))
         return self.pool.available >= pages + reserved
 
     def _pages_to_run(self, text: Text) -> int:
@@ -484,12 +579,13 @@ class Scheduler:
             return None
         text = min(self._kept.values(), key=lambda t: t.arrival)
         pages = self._match(text)
-        missing = self.pool.pages_for(text.rows) - len(pages)
+        missing = max(0, self.pool.pages_for(text.rows) - len(pages))
         if not self._room(self._pages_to_run(text) - len(pages)):
             self.pool.release(pages)
             return None
         del self._kept[text.id]
         text.pages, text.slot = pages + self.pool.take(missing), heappop(self.slots)
+        text.rows = max(text.rows, len(pages) * self.limits.page)  # others may have read more of its prompt meanwhile
         self._run(text)
         return Bring(text, range(len(pages), len(text.pages)))
 
@@ -548,14 +644,15 @@ class Scheduler:
     @property
     def share(self) -> float:
         """Most share of the time for prompts now: more than prompt_share while many texts wait, for steps of few texts make few tokens."""
-        behind = self.limits.waiting_weight * max(0, self.waiting + (self._reader is not None) - 1)
-        return max(self.limits.prompt_share, behind / (behind + max(1, self.running))) if behind else self.limits.prompt_share
+        prefilled = sum(text.rest > 1 for text in self._running.values())
+        behind = self.limits.waiting_weight * max(0, self.waiting + (self._reader is not None) + prefilled - 1)
+        return max(self.limits.prompt_share, behind / (behind + max(1, self.running - prefilled))) if behind else self.limits.prompt_share
 
     def _may_read(self, count: int) -> bool:
         """Whether prompts have time for a piece of so many tokens."""
         if not count or not self._running or self.limits.prompt_share == 1:
             return True
-        return self._credit >= min(self._expected_seconds(count), self._most_read_seconds())
+        return self._credit >= min(self._expected_seconds(count), self._most_prompt_seconds())
 
     def _expected_seconds(self, count: int) -> float:
         """Of a read of so many tokens: as those of its size took; else as the next larger ones; else as the largest, in proportion."""
@@ -564,8 +661,10 @@ class Scheduler:
             return known[min(larger)]
         return known[max(known)] * 2.0 ** (bits - max(known)) if known else 0.0
 
-    def _most_read_seconds(self) -> float:
-        return max(self._read_seconds.values(), default=0.0)
+    def _most_prompt_seconds(self) -> float:
+        """The most that a read, or a step's columns of prompts, may take."""
+        read = max(self._read_seconds.values(), default=0.0)
+        return max(read, self.prefill_seconds(self.width(1), self.width(self.limits.max_step_tokens)) if self.limits.prefill else 0.0)
 
     # Steps
 
@@ -573,28 +672,59 @@ class Scheduler:
         if len(self._steps) >= self.limits.in_flight:
             return None
         ready = sorted((t for t in self._running.values() if t.left > 0), key=lambda t: t.arrival)
-        if not ready:
+        width, parts, charged = self._columns(ready)
+        if not parts:
             return None
-        count = min(self.most_steps, self.steps_per_submit(self._step_seconds), max(t.left for t in ready))
-        needs = [self._need(text, count) for text in ready]
+        count = 1
+        if all(taken == rest == 1 for _, taken, rest in parts):
+            count = min(self.most_steps, self.steps_per_submit(self.step_seconds(width)), max(t.left for t in ready))
+        needs = [self._need(text, taken, count if taken == rest else 0) for text, taken, rest in parts]
         if sum(needs) > self.pool.available:
             # A text runs on in its column until the host takes it out, so that none can be left out of a step. What is in flight
             # is reported first, which may free pages; then the last one makes room.
             return None if self._steps else self._keep(ready[-1])
+        self._credit -= charged
         columns = []
-        for text, need in zip(ready, needs, strict=True):
+        for (text, taken, rest), need in zip(parts, needs, strict=True):
             text.pages += self.pool.take(need)
-            steps = min(count, text.left)
+            steps = min(count, text.left) if taken == rest else 0
+            columns.append(Column(text, text.slot, steps, taken, -1 if text.submitted else text.rows + text.ahead))
+            stored = taken - (steps > 0)
             text.submitted += steps
-            columns.append(Column(text, text.slot, steps))
-        step = Step(tuple(columns), max(c.steps for c in columns))
+            text.ahead += stored + steps
+            self.prefilled += stored
+        step = Step(tuple(columns), max(1, *(c.steps for c in columns)), width, charged)
         self._steps.append(step)
         return step
 
-    def _need(self, text: Text, count: int) -> int:
-        """Pages that a text lacks for so many more steps, and for the row after these, which the device looks up at the end of the last."""
-        rows = text.rows + text.submitted + min(count, text.left)
-        return self.pool.pages_for(min(rows + 1, text.most_rows)) - len(text.pages)
+    def _columns(self, ready: Sequence[Text]) -> tuple[int, list[tuple[Text, int, int]], float]:
+        """Of the next step: columns of its program; texts, each with how many tokens it takes of those that are left of it; and the seconds
+        that prompts are charged for. Texts that are prefilled get the columns that the others leave, who came first first. A program with
+        more columns than the others need is taken where prompts have time for it."""
+        rests = [text.rest for text in ready]
+        others = sum(rest == 1 for rest in rests)
+        alone = self.width(others) if others else 0
+        width = self.width(min(sum(rests), self.limits.max_step_tokens))
+        charged = self.prefill_seconds(alone, width) if others and self.limits.prompt_share < 1 else 0.0
+        if charged and self._credit < min(charged, self._most_prompt_seconds()):
+            width, charged = alone, 0.0
+        left = min(width, self.limits.max_step_tokens) - others
+        parts = []
+        for text, rest in zip(ready, rests, strict=True):
+            taken = 1 if rest == 1 else min(rest, left)
+            if rest > 1:
+                left -= taken
+            if taken:
+                parts.append((text, taken, rest))
+        return width, parts, charged
+
+    def _need(self, text: Text, tokens: int, count: int) -> int:
+        """Pages that a text lacks for a step that takes so many of its tokens, the first of `count` steps, and for the row after these,
+        which the device looks up at the end of the last. count 0: the step makes no token of it."""
+        rows = text.rows + text.ahead + tokens
+        if count:
+            rows = min(rows + min(count, text.left), text.most_rows)
+        return max(0, self.pool.pages_for(rows) - len(text.pages))
 
 
 def _smooth(before: float | None, latest: float) -> float:

@@ -3,6 +3,7 @@ sequences are in it is data on the device (vkback/engine/batch/state.py)."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +132,12 @@ class StepPrograms:
         step may be in flight, and the first columns must be holes."""
         self._recorded(columns, kind, 1)
         self.submit(columns, kind, 1, Edits()).ticket.wait()
+
+    def seconds(self, columns: int, kind: Kind) -> float:
+        """How long a step of nothing but holes takes, which is also what it takes to submit and wait for it. As `prepare`."""
+        begun = time.perf_counter()
+        self.submit(columns, kind, 1, Edits()).ticket.wait()
+        return time.perf_counter() - begun
 
     def record(self, columns: int, kind: Kind, steps: int) -> None:
         """As `prepare`, and run nothing."""

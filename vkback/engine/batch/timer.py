@@ -27,7 +27,9 @@ class Timer:
     def __init__(self, engine: Engine, max_sequences: int, n_kv_max: int) -> None:
         """n_kv_max: rows of all sequences; each may leave a page in part, and begins to need one before its last is full."""
         self._engine = engine
-        self._batch = Batch(engine, sequences=max_sequences, rows=n_kv_max + 2 * PAGE * max_sequences, prompt_share=1.0)
+        rows = n_kv_max + 2 * PAGE * max_sequences
+        # All prompts are read before the first step, as in llama-batched-bench.
+        self._batch = Batch(engine, sequences=max_sequences, rows=rows, prompt_share=1.0, max_step_tokens=max_sequences, prefill=0)
         self._rng = np.random.default_rng(1)
 
     def time(self, pp: int, tg: int, pl: int, *, shared: bool, depth: int) -> Times:
