@@ -72,6 +72,7 @@ class Served:
         strict: bool = True,
         template_kwargs: dict[str, Any] | None = None,
         parallel: int = 1,
+        n_ctx: int = 128,
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -81,7 +82,7 @@ class Served:
             if self.lost:
                 raise DeviceLost("[device] the device stopped")
             self.loads += 1
-            return LoadedModel(Engine.load(path, device, n_ctx=128, act="f32", progress=False))
+            return LoadedModel(Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False))
 
         self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]
@@ -722,10 +723,9 @@ def test_no_error_tells_inner_names(kind: type[BaseModel]) -> None:
         ({"messages": [{"role": "user"}]}, "messages.0: content is missing; expected a message as"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "images are not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "content.0: audio is not supported"),
-        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "tool_call_id: this server has no tools"),
-        ({"tools": [{"type": "function"}]}, "tools: this server has no tools; leave it out"),
-        ({"tool_choice": "required"}, "tool_choice: this server has no tools; leave it out"),
-        ({"functions": [{"name": "f"}]}, "functions: this server has no tools; leave it out"),
+        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": 5}]}, "tool_call_id: expected the id of a call, a text; got 5"),
+        ({"messages": [MESSAGES[0] | {"tool_calls": [{"function": {"name": "f"}}]}]}, "messages.0: tool_calls are in a message of"),
+        ({"tools": 5}, "tools: expected a list of tools, as"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
     ],
 )

@@ -30,9 +30,11 @@ def served(device: Device) -> Iterator[Served]:
     served.close()
 
 
-def forced(served: Served, monkeypatch: pytest.MonkeyPatch, text: str) -> list[int]:
-    """Have the model say this."""
+def forced(served: Served, monkeypatch: pytest.MonkeyPatch, text: str, *, end: bool = False) -> list[int]:
+    """Have the model say this. end: and then the end of the text."""
     ids: list[int] = served.worker.tokenizer.encode(text, add_bos=False)
+    if end:
+        ids.append(min(served.worker.tokenizer.eos_ids))
     monkeypatch.setattr(served.worker.model.engine, "generate", lambda *_, **__: (token for token in ids))
     return ids
 

@@ -165,9 +165,9 @@ class ChatPrompt:
     moved_system: bool = False
     use: ToolUse | None = None
 
-    def reader(self, *, json: bool = False) -> MessageReader:
-        """Of a reply. json: it is JSON by a schema, and has no thoughts, unless it may be a call."""
-        marks = NO_MARKS if json and self.use is None else self.marks
+    def reader(self, *, thoughts: bool = True) -> MessageReader:
+        """Of a reply. thoughts: whether it tells them from the answer."""
+        marks = self.marks if thoughts else NO_MARKS
         return MessageReader(marks) if self.use is None else self.use.reader(marks)
 
 

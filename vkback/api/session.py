@@ -139,7 +139,9 @@ class Session:
         if prompt.stops:
             checked = replace(checked, stop=(*checked.stop, *prompt.stops))
         constraint = self.model.constraint_of(prompt, checked)
-        return self.stream_of("session.chat", prompt.ids, checked, constraint, prompt.reader(json=checked.json_schema is not None))
+        return self.stream_of(
+            "session.chat", prompt.ids, checked, constraint, prompt.reader(thoughts=checked.json_schema is None or prompt.use is not None)
+        )
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
+import json
 import logging
 import math
 import time
@@ -11,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -24,10 +27,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import vkback
 from vkback.api import ChatTemplateError, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
+from vkback.api.message import MessageReader
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
-from vkback.api.reasoning import NO_MARKS
 from vkback.gguf.vocabularies import TokenizerError
 from vkback.server import replies, request_log, schema
 from vkback.server.choices import Choices, Mail, Told, joined
@@ -192,6 +196,7 @@ class Server:
         self._said: set[str] = set()
         self._facts = facts_of(worker.model)
         self._created = int(time.time())
+        self._fingerprint = fingerprint_of(worker.model)
         self._page = resources.files("vkback.server").joinpath("page.html").read_text(encoding="utf-8")
         self._registry = CollectorRegistry()
         self._registry.register(Collector(worker))
@@ -257,7 +262,7 @@ class Server:
         messages = [m.plain() for m in asked.messages]
         variables = {**self._variables, **asked.variables()}
         try:
-            prompt = await asyncio.to_thread(self.worker.facts.chat_prompt, messages, self._template, variables)
+            prompt = await asyncio.to_thread(self.worker.facts.chat_prompt, messages, self._template, variables, asked.use())
         except ContextLengthError as e:
             raise ContextTooLong(e.tokens, e.n_ctx, chat=True) from e
         except (ModelError, ChatTemplateError, TokenizerError) as e:
@@ -329,7 +334,9 @@ class Server:
             lambda token: spell(token, special=True),
             options["logprobs"] is not None,
             ids=not self.worker.has_text,
-            marks=prompts[0].marks if chat and asked.reads_thoughts else NO_MARKS,
+            fingerprint=self._fingerprint,
+            reader=partial(prompts[0].reader, thoughts=asked.reads_thoughts) if chat else MessageReader,
+            legacy=chat and bool(asked.functions) and not asked.tools,
         )
         deadline = time.monotonic() + self._limits.request_s
         logged = request_log.of(request)
@@ -397,7 +404,7 @@ class Server:
         told = first
         try:
             if shape.chat:
-                yield "".join(replies.event(each.first()) for each in shapes)
+                yield "".join(each.first() for each in shapes)
             while choices.left:
                 if told is None:
                     yield replies.WAITING
@@ -409,20 +416,21 @@ class Server:
                                 yield "".join(lines)
                             raise event
                         if isinstance(event, Result):
-                            lines.append(replies.event(shapes[index].last(event)))
+                            lines.append(shapes[index].last(event))
                             logged.results.append(event)
                             choices.ended(index, event)
                         else:
-                            lines.append(replies.event(shapes[index].piece(event)))
+                            lines.append(shapes[index].piece(event))
                     yield "".join(lines)
                 if choices.left:
                     told = await _event_of(choices)
+            used = replies.usage(choices.whole(), texts)
             if usage:
-                yield replies.event(shape.usage(replies.usage(choices.whole(), texts)))
-            yield replies.DONE
+                yield shape.usage(used)
+            yield shapes[-1].done(used)
         except ServerError as e:
             logged.error = e
-            yield replies.event(replies.error_body(e))
+            yield shapes[-1].error(e)
         finally:
             choices.cancel()
 
@@ -436,6 +444,12 @@ def facts_of(model: LoadedModel) -> dict[str, Any]:
         "n_params": sum(math.prod(t.shape) for t in f.tensors.values()),
         "size": sum(t.nbytes for t in f.tensors.values()),
     }
+
+
+def fingerprint_of(model: LoadedModel) -> str:
+    """Of all that a text depends on beside its request: model, device, driver, settings, version."""
+    told = json.dumps([vkback.__version__, dict(model.settings)], sort_keys=True, default=str)
+    return f"fp_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
 @contextmanager

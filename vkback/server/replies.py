@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vkback.api import Chunk, Result, TokenLogprob
-from vkback.api.reasoning import NO_MARKS, Marks, ReplyReader
+from vkback.api.message import MessageReader, Piece
+from vkback.api.tools.call import ToolCall
 from vkback.server.errors import ServerError
 
 Spell = Callable[[int], bytes]
@@ -85,8 +86,10 @@ class Shape:
     """What all bodies of one choice share.
 
     offset  characters of the text so far, for `text_offset`
+    fingerprint  what the bits of a text depend on, beside the request
     ids     choices have `token_ids`, for the model has no vocabulary and the text is empty
-    marks   how to tell what the model thinks from its answer
+    reader  makes what tells thoughts, answer and calls apart
+    legacy  a call is a `function_call`, as before there were tools
     """
 
     id: str
@@ -98,10 +101,13 @@ class Shape:
     index: int = 0
     offset: int = 0
     ids: bool = False
-    marks: Marks = NO_MARKS
+    fingerprint: str = ""
+    reader: Callable[[], MessageReader] = MessageReader
+    legacy: bool = False
 
     def __post_init__(self) -> None:
-        self._reader = ReplyReader(self.marks)
+        self._reader = self.reader()
+        self._calls = 0
 
     def choice(self, index: int) -> Shape:
         """The same for another choice of the reply."""
@@ -113,41 +119,81 @@ class Shape:
         return self._head("chat.completion") | {"choices": choices, "usage": usage, "timings": timings(results)}
 
     def _whole_choice(self, result: Result) -> dict[str, Any]:
+        finish = finish_reason(result)
         if self.chat:
             self._reader.feed(result.text)
             self._reader.flush()
-            thoughts = {"reasoning_content": self._reader.thoughts} if self._reader.thoughts else {}
-            choice: dict[str, Any] = {"message": {"role": "assistant", "content": self._reader.answer, **thoughts, "refusal": None}}
+            message: dict[str, Any] = {"role": "assistant", "content": self._reader.text, "refusal": None}
+            if self._reader.thoughts:
+                message["reasoning_content"] = self._reader.thoughts
+            if calls := self._reader.calls:
+                message["content"] = self._reader.text or None
+                message |= {"function_call": _function(calls[0])} if self.legacy else {"tool_calls": [call.plain() for call in calls]}
+            choice: dict[str, Any] = {"message": message}
         else:
             choice = {"text": result.text} | self._ids(result.tokens)
-        return self._choice(choice, result.logprobs, finish_reason(result))
+        return self._choice(choice, result.logprobs, self._finish(finish))
+
+    def _finish(self, finish: str) -> str:
+        """A reply that ends with calls says so."""
+        if finish == "stop" and self._reader.calls:
+            return "function_call" if self.legacy else "tool_calls"
+        return finish
 
     def _ids(self, tokens: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(tokens)} if self.ids else {}
 
-    def first(self) -> dict[str, Any]:
+    def first(self) -> str:
         """Of a chat: who speaks."""
-        return self._body("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, (), None)
+        return self._event({"delta": {"role": "assistant", "content": ""}}) if self.chat else ""
 
-    def piece(self, chunk: Chunk) -> dict[str, Any]:
-        choice = {"delta": _delta(*self._reader.feed(chunk.text))} if self.chat else {"text": chunk.text} | self._ids(chunk.tokens)
-        return self._body("chat.completion.chunk", choice, chunk.logprobs, None)
+    def piece(self, chunk: Chunk) -> str:
+        if not self.chat:
+            return self._event({"text": chunk.text} | self._ids(chunk.tokens), chunk.logprobs)
+        deltas = self._deltas(self._reader.feed(chunk.text)) or [{"content": ""}]
+        return "".join(self._event({"delta": delta}, chunk.logprobs if i == 0 else ()) for i, delta in enumerate(deltas))
 
-    def last(self, result: Result) -> dict[str, Any]:
+    def last(self, result: Result) -> str:
         """Why the text ends."""
-        rest = self._reader.flush()
-        choice: dict[str, Any] = {"delta": _delta(*rest) if any(rest) else {}} if self.chat else {"text": ""}
-        return self._body("chat.completion.chunk", choice, (), finish_reason(result)) | {"timings": timings([result])}
+        if not self.chat:
+            return event(self._body({"text": ""}, (), finish_reason(result)) | {"timings": timings([result])})
+        lines = [self._event({"delta": delta}) for delta in self._deltas(self._reader.flush())]
+        end = self._body({"delta": {}}, (), self._finish(finish_reason(result))) | {"timings": timings([result])}
+        return "".join([*lines, event(end)])
 
-    def usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """Of a call first its name, then its arguments."""
+        found: list[dict[str, Any]] = [_delta(piece.thoughts, piece.text)] if piece.thoughts or piece.text else []
+        for call in piece.calls:
+            if self.legacy:
+                found.append({"function_call": _function(call)})
+                continue
+            head = {"index": self._calls, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+            found += [{"tool_calls": [head]}, {"tool_calls": [{"index": self._calls, "function": {"arguments": call.arguments}}]}]
+            self._calls += 1
+        return found
+
+    def usage(self, usage: dict[str, Any]) -> str:
         """The event that `include_usage` asks for."""
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
+        return event(self._head("chat.completion.chunk") | {"choices": [], "usage": usage})
+
+    def done(self, usage: dict[str, Any]) -> str:
+        """The end of a stream, with what all of it used."""
+        return DONE
+
+    def error(self, error: ServerError) -> str:
+        """As the last event of a stream."""
+        return event(error_body(error))
+
+    def _event(self, choice: dict[str, Any], logprobs: Sequence[TokenLogprob] = ()) -> str:
+        return event(self._body(choice, logprobs, None))
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind if self.chat else "text_completion", "created": self.created, "model": self.model}
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
 
-    def _body(self, kind: str, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
-        return self._head(kind) | {"choices": [self._choice(choice, logprobs, finish)]}
+    def _body(self, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
+        return self._head("chat.completion.chunk") | {"choices": [self._choice(choice, logprobs, finish)]}
 
     def _choice(self, choice: dict[str, Any], logprobs: Sequence[TokenLogprob], finish: str | None) -> dict[str, Any]:
         told = None
@@ -172,6 +218,10 @@ class Shape:
             "top_logprobs": [{text: _number(logprob) for _, text, logprob in t.top} for t in tokens],
             "text_offset": offsets,
         }
+
+
+def _function(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def _delta(thoughts: str, answer: str) -> dict[str, str]:

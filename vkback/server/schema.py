@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from vkback.api import GenerateOptions
+from vkback.api import GenerateOptions, ModelError
+from vkback.api.tools.use import ToolUse, tool_use
 from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
 
@@ -27,8 +28,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 SHOWN_CHARS = 60
 """Of a wrong value, in an error."""
-
-NO_TOOLS = "this server has no tools; leave it out"
 
 MAX_STOP_CHARS, MAX_STOPS = 4096, 256
 
@@ -51,11 +50,16 @@ def nothing_but(*allowed: Any, why: str) -> BeforeValidator:
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ()
+    """Fields of which an empty value means nothing, too."""
+
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
         """Null is "not given", also of fields that this server does not know."""
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None and not (k in cls.MAY_BE_EMPTY and v in ("", [], {}))}
 
 
 def _without_empty_stops(value: Any) -> Any:
@@ -219,7 +223,7 @@ PARTS_OF_OTHERS = {
 class TextPart(_Strict):
     """A piece of a message's content."""
 
-    type: Literal["text"] = Field(description='"text"')
+    type: Literal["text", "input_text", "output_text", "refusal"] = Field(default="text", description='"text"')
     text: str = Field(description="a text")
 
     @model_validator(mode="before")
@@ -228,27 +232,60 @@ class TextPart(_Strict):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in PARTS_OF_OTHERS:
             raise ValueError(f"{PARTS_OF_OTHERS[kind]} not supported, messages are of text alone")
+        if kind == "refusal" and "refusal" in data:
+            return {"type": kind, "text": data["refusal"]}
         return data
 
 
-class ChatMessage(_Strict):
-    """role: a template says which it knows. What replies have, also those of others, may come back; tools and audio may not.
+class CalledFunction(_Strict):
+    """What a call of a message calls. arguments: JSON, or the object that it stands for."""
 
-    reasoning_content  given to the template
-    parsed             what OpenAI's Python client has made of the content, and sends back with it; changes nothing
+    name: Annotated[str, Field(min_length=1)] = Field(description="the name of a function, a text")
+    arguments: str | dict[str, Any] = Field(default="{}", description='a text of JSON, as "{\\"city\\": \\"Oslo\\"}"')
+
+
+class MessageCall(_Strict):
+    """A call of an assistant's message, as its reply had it."""
+
+    id: str | None = Field(default=None, description="a text")
+    type: Literal["function"] = Field(default="function", description='"function"')
+    function: CalledFunction = Field(description='{"name": ..., "arguments": ...}')
+    index: int | None = Field(default=None, description="a whole number")
+
+    def plain(self, place: int) -> dict[str, Any]:
+        """As templates take it."""
+        return {"id": self.id or f"call_{place}", "type": "function", "function": self.function.model_dump()}
+
+
+FUNCTION_CALL_ID = "call_function"
+"""Of calls and results in the form that OpenAI had before tools, which have none."""
+
+
+class ChatMessage(_Strict):
+    """role: a template says which it knows. What replies have, also those of others, may come back; audio may not.
+
+    reasoning_content, reasoning  given to the template
+    refusal                       the content, where there is no other
+    function_call                 a call in the form before tools; role "function" is its result
+    parsed, annotations           of replies; change nothing
     """
+
+    MAY_BE_EMPTY = ("tool_calls", "tool_call_id", "function_call", "refusal", "annotations", "reasoning")
 
     role: Annotated[str, Field(min_length=1, max_length=64)] = Field(description='a text of 1 to 64 characters, as "user"')
     content: str | list[TextPart] = Field(default="", description='a text, or a list of parts, as {"type": "text", "text": "Hello"}')
     name: str | None = Field(default=None, description="a text")
     reasoning_content: str | None = Field(default=None, description="a text")
+    reasoning: str | None = Field(default=None, description="a text")
     parsed: Any = None
-    tool_calls: Annotated[None, nothing_but(why=NO_TOOLS)] = None
-    tool_call_id: Annotated[None, nothing_but(why=NO_TOOLS)] = None
-    function_call: Annotated[None, nothing_but(why=NO_TOOLS)] = None
-    refusal: Annotated[None, nothing_but(why="a refusal is no part of a conversation here; leave it out, or send it as content")] = None
+    tool_calls: list[MessageCall] | None = Field(
+        default=None, description='a list of calls, as {"id": "1", "type": "function", "function": {"name": ..., "arguments": ...}}'
+    )
+    tool_call_id: str | None = Field(default=None, description="the id of a call, a text")
+    function_call: CalledFunction | None = Field(default=None, description='{"name": ..., "arguments": ...}')
+    refusal: str | None = Field(default=None, description="a text")
     audio: Annotated[None, nothing_but(why="audio is not supported, messages are of text alone")] = None
-    annotations: Annotated[None, nothing_but(why="annotations are not supported; leave them out")] = None
+    annotations: list[Any] | None = Field(default=None, description="a list")
 
     @model_validator(mode="before")
     @classmethod
@@ -258,19 +295,37 @@ class ChatMessage(_Strict):
             raise ValueError('content is missing; expected a message as {"role": "user", "content": "Hello"}')
         return data
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are in a message of the role assistant; this one is of {self.role}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """As templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        optional = {"name": self.name, "reasoning_content": self.reasoning_content or None}
-        return {"role": self.role, "content": content} | {key: value for key, value in optional.items() if value is not None}
+        calls = [call.plain(i) for i, call in enumerate(self.tool_calls or [])]
+        if self.function_call is not None:
+            calls.append({"id": FUNCTION_CALL_ID, "type": "function", "function": self.function_call.model_dump()})
+        role, id = ("tool", FUNCTION_CALL_ID) if self.role == "function" else (self.role, self.tool_call_id)
+        optional = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning or None,
+            "tool_calls": calls or None,
+            "tool_call_id": id,
+        }
+        return {"role": role, "content": content or self.refusal or ""} | {k: v for k, v in optional.items() if v is not None}
 
 
 class ChatRequest(_Sampling):
-    """POST /v1/chat/completions. What goes to the template: chat_template_kwargs, and by names of their own enable_thinking,
-    reasoning_effort, documents and add_generation_prompt. continue_final_message is what happens anyway.
+    """POST /v1/chat/completions. functions and function_call are tools as OpenAI had them before. What goes to the template:
+    chat_template_kwargs, and by names of their own enable_thinking, reasoning_effort, documents and add_generation_prompt.
+    continue_final_message is what happens anyway.
 
     reasoning_format  none: what a model thinks stays in the content, with its marks
     """
+
+    MAY_BE_EMPTY = ("tools", "tool_choice", "functions", "function_call")
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)] = Field(
         description='at least one message, as {"role": "user", "content": "Hello"}'
@@ -278,11 +333,17 @@ class ChatRequest(_Sampling):
     max_completion_tokens: int | None = Field(default=None, description="a whole number; below 0: as many as there may be")
     logprobs: bool | None = Field(default=None, description="true or false")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
-    tools: Annotated[None, nothing_but(why=NO_TOOLS)] = None
-    tool_choice: Annotated[None, nothing_but("none", "auto", why=NO_TOOLS)] = None
-    parallel_tool_calls: Annotated[None, nothing_but(True, False, why=NO_TOOLS)] = None
-    functions: Annotated[None, nothing_but(why=NO_TOOLS)] = None
-    function_call: Annotated[None, nothing_but("none", "auto", why=NO_TOOLS)] = None
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, description='a list of tools, as {"type": "function", "function": {"name": ..., "parameters": ...}}'
+    )
+    tool_choice: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = Field(
+        default=None, description='"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="true or false")
+    functions: list[dict[str, Any]] | None = Field(default=None, description='a list of functions, as {"name": ..., "parameters": ...}')
+    function_call: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = Field(
+        default=None, description='"auto", "none", or {"name": ...}'
+    )
 
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description='an object, as {"enable_thinking": false}')
     enable_thinking: bool | None = Field(default=None, description="true or false")
@@ -302,9 +363,18 @@ class ChatRequest(_Sampling):
 
     @property
     def reads_thoughts(self) -> bool:
-        """Whether what the model thinks is told apart from its answer: not of JSON, which is all of the reply."""
-        json_alone = self.response_format is not None and self.response_format.type != "text"
+        """Whether what the model thinks is told apart from its answer: not of JSON, which is all of the reply, unless it may be a call."""
+        json_alone = self.response_format is not None and self.response_format.type != "text" and not self.tools
         return self.reasoning_format != "none" and not json_alone
+
+    def use(self) -> ToolUse | None:
+        """The tools that the reply may call. Raises BadRequest."""
+        tools = self.tools or [{"type": "function", "function": each} for each in self.functions or []]
+        choice, field = (self.tool_choice, "tool_choice") if self.tools or not self.functions else (self.function_call, "function_call")
+        try:
+            return tool_use(tools or None, choice, parallel=self.parallel_tool_calls is not False and not self.functions)
+        except ModelError as e:
+            raise BadRequest(f"[server] {str(e).removeprefix('[tools] ')}", field if field in str(e) else "tools") from e
 
     def variables(self) -> dict[str, Any]:
         """Of the template."""
