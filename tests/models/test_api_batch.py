@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +170,10 @@ def test_a_text_that_fails_ends_alone(model: vkback.LoadedModel, monkeypatch: py
     read = model.engine.prompt
     unreadable = model.ids("Another that nobody can read, for it is longer than what goes through the steps of other texts", start=True)
 
-    def prompt(tokens: Sequence[int]) -> None:
+    def prompt(tokens: Sequence[int], meanwhile: Callable[[], object] | None = None) -> None:
         if list(tokens) == unreadable[:-1]:
             raise EngineError("[engine] logits are not numbers")
-        read(tokens)
+        read(tokens, meanwhile)
 
     ended: dict[Any, list[Any]] = {}
     with model.using("test") as engine:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +175,36 @@ def test_short_prompts_are_read_in_the_steps_of_others(tmp_path: Path, device: D
             assert batch.pool.free == batch.pool.n_pages
         for request, text in zip(wanted, texts, strict=True):
             judged(engine, request, text)
+
+
+@pytest.mark.vulkan
+def test_the_device_does_not_wait_between_steps_and_a_read(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt comes while a text runs: the read is submitted behind the steps in flight, and steps behind the read before `advance`
+    is left; what the steps made is told then."""
+    with Batch(llama, sequences=2, page=PAGE, rows=20 * PAGE, prompt_share=0.9) as batch:
+        first = batch.add(Request((1, 2, 3), 60, stop_at_eos=False))
+        told = 0
+        while told < 4:
+            told += sum(len(made.tokens) for made in batch.advance() if made.id == first)
+        batch.add(Request(tuple(range(70)), 4, stop_at_eos=False))
+        given: list[str] = []
+        for owner, name in ((llama, "prompt"), (batch.scheduler, "done_step"), (batch.scheduler, "next")):
+            call = getattr(owner, name)
+
+            def noted(*args: Any, call: Callable[..., Any] = call, name: str = name, **kwargs: Any) -> Any:
+                given.append(name)
+                found = call(*args, **kwargs)
+                if name == "next":
+                    given[-1] = type(found).__name__
+                return found
+
+            monkeypatch.setattr(owner, name, noted)
+        while "prompt" not in given:
+            made = batch.advance()
+        at = given.index("prompt")
+        assert given[at - 1 : at + 2] == ["Read", "prompt", "done_step"], given
+        assert given[-1] == "Step" and [update.id for update in made] == [first]
+        assert {update.reason for update in batch.run() if update.reason} == {"length"}
 
 
 @pytest.mark.vulkan

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -249,10 +249,10 @@ def test_a_fault_of_one_request_is_its_own(served: Served, monkeypatch: pytest.M
     unread = "Nobody reads this, for it is longer than what goes through the steps of other texts."
     read, bad = engine.prompt, served.worker.tokenizer.encode(unread)
 
-    def prompt(tokens: Sequence[int]) -> None:
+    def prompt(tokens: Sequence[int], meanwhile: Callable[[], object] | None = None) -> None:
         if list(tokens) == bad[:-1]:
             raise EngineError("[engine] m.gguf: logits are not numbers at position 7")
-        read(tokens)
+        read(tokens, meanwhile)
 
     monkeypatch.setattr(engine, "prompt", prompt)
     ends: dict[str, list[Any]] = {name: [] for name in ("bad", "good")}

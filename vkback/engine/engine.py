@@ -535,13 +535,14 @@ class Engine:
         for token in made:
             self.decode_logits(token)
 
-    def prompt(self, tokens: Sequence[int]) -> None:
-        """Run tokens through the model, appending to the KV cache. Raises EngineError when they do not fit the context."""
+    def prompt(self, tokens: Sequence[int], meanwhile: Callable[[], object] | None = None) -> None:
+        """Run tokens through the model, appending to the KV cache. meanwhile: called while each program of them runs; what it raises
+        ends the call. Raises EngineError when they do not fit the context."""
         self._check_room(len(tokens), "prompt")
         self.check_ids(tokens)
         self._catch_up()
         at = 0
-        for done in self._prompts.run(tokens, self.n_past):
+        for done in self._prompts.run(tokens, self.n_past, meanwhile):
             self._advance(tokens[at : at + done])
             at += done
 

@@ -238,9 +238,10 @@ class Prompts:
                 left -= recording.size
                 yield recording
 
-    def run(self, tokens: Sequence[int], n_past: int) -> Iterator[int]:
-        """Fill the cache with tokens from row n_past on; gives the number of tokens after each program that has finished."""
-        for done, _ in self._pieces(tokens, n_past, "none", self._report):
+    def run(self, tokens: Sequence[int], n_past: int, meanwhile: Callable[[], object] | None = None) -> Iterator[int]:
+        """Fill the cache with tokens from row n_past on; gives the number of tokens after each program that has finished. meanwhile: called
+        while each of them runs."""
+        for done, _ in self._pieces(tokens, n_past, "none", self._report, meanwhile):
             yield done
 
     def logits(self, tokens: Sequence[int], n_past: int) -> Iterator[Floats]:
@@ -249,7 +250,9 @@ class Prompts:
             words = self._logits_memory(size).map().view(np.float32)
             yield np.array(words[: done * self._n_vocab].reshape(done, self._n_vocab))
 
-    def _pieces(self, tokens: Sequence[int], n_past: int, head: PromptHead, report: Report | None) -> Iterator[tuple[int, int]]:
+    def _pieces(
+        self, tokens: Sequence[int], n_past: int, head: PromptHead, report: Report | None, meanwhile: Callable[[], object] | None = None
+    ) -> Iterator[tuple[int, int]]:
         """(tokens done, size of the program) after each program."""
         at = 0
         no_logits: PromptHead = "none"
@@ -262,7 +265,7 @@ class Prompts:
                 piece = rest[: recording.size]
                 shown = 0 if repeats else len(piece)
                 self._set_input(recording.size, piece, row)
-                self._submit(recording, lambda share, shown=shown: work.advance(share * shown))  # type: ignore[misc]
+                self._submit(recording, lambda share, shown=shown: work.advance(share * shown), meanwhile)  # type: ignore[misc]
                 if why := self._out_of_order(recording, kind):
                     work.advance(-shown)
                     self._forget_programs()
@@ -277,11 +280,15 @@ class Prompts:
                     at += len(piece)
                     yield len(piece), recording.size
 
-    def _submit(self, recording: Recording, on_part: Callable[[float], None]) -> None:
-        """Run a recording to its end. on_part: called with the share of it that each submit was."""
+    def _submit(self, recording: Recording, on_part: Callable[[float], None], meanwhile: Callable[[], object] | None = None) -> None:
+        """Run a recording to its end. on_part: called with the share of it that each submit was. meanwhile: called before it is waited for,
+        and waits for what is in the queue ahead of it."""
         whole = sum(recording.predicted_us)
         begun = time.perf_counter()
         tickets = [self.device.submit(part) for part in recording.parts]
+        if meanwhile is not None:
+            meanwhile()
+            begun = max(begun, time.perf_counter())
         before = begun
         late = 0.0  # slowness of a submit that took too long
         for ticket, predicted in zip(tickets, recording.predicted_us, strict=True):

@@ -340,6 +340,7 @@ class Worker:
         with self._model.using("serve"):
             batch = self._model.batched(self.parallel).batch
             if not self._model.engine.device.caps.software:
+                batch.prepare_prompts()
                 for sampler in (Sampler(), Options().sampler):
                     batch.prepare(sampler=sampler)
 

@@ -278,15 +278,18 @@ class Batch:
 
     def advance(self) -> list[Update]:
         """Do the next thing, which may be to wait for a step, and say what came of it."""
+        reads = True
         while len(self._flying) < self.limits.in_flight and not (self._flying and self._host_sees_every_step):
             self.scheduler.most_steps = 1 if self._host_sees_every_step else MAX_STEPS
-            action = self.scheduler.next()
+            action = self.scheduler.next(reads=reads)
             if isinstance(action, Idle):
                 break
             self._do(action)
-            if not isinstance(action, Step):
-                break  # so that steps that are done do not wait for more than one read
-        if self._flying:
+            if isinstance(action, Read):
+                reads = False  # so that what steps have made does not wait for more than one; and steps follow it without the caller
+            elif not isinstance(action, Step):
+                break
+        if self._flying and (reads or not self._made):
             self._collect()
         made, self._made = self._made, []
         return made
@@ -305,6 +308,14 @@ class Batch:
             action = self.scheduler.next()
             if not isinstance(action, Idle):
                 self._do(action)
+
+    def prepare_prompts(self) -> None:
+        """Compile and record every program of prompts, and the copies of pages, so that none is compiled while texts run. Does nothing
+        while texts are in work."""
+        if not self.scheduler.texts:
+            self.engine.reset()
+            self.engine.prepare(prompt=self.engine.prompts.sizes())
+            self._caches.prepare()
 
     def prepare(self, columns: Sequence[int] = (), sampler: Sampler | None = None) -> None:
         """Compile and record what steps of so many columns need, default: all there may be, of which the scheduler learns how long a step
@@ -339,10 +350,19 @@ class Batch:
             self._caches.copy_states(action.from_slot, action.text.slot)
 
     def _read(self, action: Read) -> None:
-        self._drain()
+        """The device goes from the steps in flight to the read; meanwhile the host takes what the steps have made."""
         text, work = action.text, self._works[action.text.id]
         began = time.perf_counter()
         before = self.engine.compiled.seconds
+        failed: list[VkbackError] = []
+
+        def meanwhile() -> None:
+            try:
+                self._drain()
+            except VkbackError as error:
+                failed.append(error)
+                raise
+
         if not work.begun:
             work.begun = True
             self.engine.reset()
@@ -351,10 +371,12 @@ class Batch:
                 self._caches.stage(action.matched, range(len(action.matched)))
                 self.engine.assume(text.tokens[: action.first])
         try:
-            self.engine.prompt(text.tokens[action.first : action.first + action.count])
+            self.engine.prompt(text.tokens[action.first : action.first + action.count], meanwhile)
         except (DeviceLost, Timeout):
             raise
         except VkbackError as error:  # of this text alone, whose rows are worth nothing
+            if failed:
+                raise
             self.scheduler.failed_read(action, "error")
             self._leave(work, "error", (), error=error)
             return
@@ -362,7 +384,7 @@ class Batch:
             self._caches.store_states(text.slot)
         if action.store:
             self._caches.store(action.store, [text.pages[i] for i in action.store])
-        seconds = time.perf_counter() - began - (self.engine.compiled.seconds - before)
+        seconds = time.perf_counter() - max(began, self._last_done) - (self.engine.compiled.seconds - before)
         self.counters.read += action.count
         self.counters.seconds["prompts"] += seconds
         work.took.prompt_s += seconds

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import BufferRange, Commands
+from vkback.device import BufferRange, Commands, Ticket
 from vkback.engine.engine import Engine
 from vkback.graph import Graph, Tensor
 from vkback.models.builder import Paging
@@ -42,6 +42,7 @@ class PagedCaches:
         self._pairs_arena = self._device.arena("pages to copy", aligned(8 * PAIRS), "upload")
         self._pairs = self._pairs_arena.alloc(8 * PAIRS, "pages to copy")
         self._programs: dict[str, tuple[Program, Commands]] = {}
+        self._copying: Ticket | None = None
 
     @staticmethod
     def page_bytes(engine: Engine, page: int) -> list[int]:
@@ -67,10 +68,17 @@ class PagedCaches:
         words = self._pairs.map().view(np.int32).reshape(-1, 2)
         _, commands = self._program(kind)
         for first in range(0, len(pairs), PAIRS):
+            if self._copying is not None:
+                self._copying.wait()  # it reads the same words
             part = pairs[first : first + PAIRS]
             words[:] = -1
             words[: len(part)] = part
-            self._device.submit(commands).wait()
+            self._copying = self._device.submit(commands)  # what follows is behind it in the queue
+
+    def prepare(self) -> None:
+        """Compile and record the copies of pages."""
+        for kind in ("store", "stage", "copy") if self.tensors else ():
+            self._program(kind)
 
     def _program(self, kind: str) -> tuple[Program, Commands]:
         """COPY_PAGES of every cache: "store" from the one-sequence cache, "stage" into it, "copy" within the pages."""
@@ -145,6 +153,8 @@ class PagedCaches:
         ]
 
     def close(self) -> None:
+        if self._copying is not None:
+            self._copying.wait()
         for program, _ in self._programs.values():
             program.close()
         self._programs.clear()

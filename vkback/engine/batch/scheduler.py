@@ -347,9 +347,9 @@ class Scheduler:
                 return max(0.0, known[after] - known.get(before, 0.0))
         return 0.0
 
-    def next(self) -> Action:
+    def next(self, *, reads: bool = True) -> Action:
         """What to do now. It may be called before the actions before are reported; then it never gives more than one read and
-        limits.in_flight steps that are not reported."""
+        limits.in_flight steps that are not reported. reads: one may be next."""
         if self._copies:
             return self._next_copy()
         if action := self._bring():
@@ -357,7 +357,7 @@ class Scheduler:
         self._admit()
         if self._copies:
             return self._next_copy()
-        return self._next_read() or self._next_step() or Idle()
+        return (self._next_read() if reads else None) or self._next_step() or Idle()
 
     def done_read(self, action: Read, seconds: float) -> None:
         """Reports a read. seconds: of work on the device. Raises ScheduleError where it is not in flight."""
