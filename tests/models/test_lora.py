@@ -227,6 +227,27 @@ def test_the_device_runs_several_adapters_and_one_of_the_table(fusion: str, tmp_
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("arch", "weights"),
+    [
+        ("qwen35", ("blk.1.attn_q", "blk.0.attn_qkv", "blk.0.ssm_alpha", "blk.0.ssm_out", "blk.1.ffn_down")),
+        ("qwen3next", ("blk.1.attn_q", "blk.0.ssm_ba", "blk.0.attn_gate", "blk.1.ffn_down_shexp")),
+    ],
+)
+def test_an_adapter_follows_weights_whose_rows_take_turns(arch: str, weights: tuple[str, ...], tmp_path: Path, device: Device) -> None:
+    """attn_q holds query and gate of each head in turn, ssm_ba shares and decays of each group; the shared expert's product is one of a
+    choice without an adapter."""
+    path = tiny(arch, tmp_path)
+    files = [Given(adapter_of(path, tmp_path / "a.gguf", [f"{name}.weight" for name in weights]))]
+    model = with_adapters(Model.open(path), files)
+    want = NumpyTwin(model, n_ctx=32).logits(TOKENS)
+    assert nmse(want, merged_logits(path, files, tmp_path)) < 1e-6 < 1e-3 < nmse(want, NumpyTwin(path, n_ctx=32).logits(TOKENS))
+    with Engine.load(path, device, n_ctx=32, act="f32", lora=files, progress=False) as engine:
+        got = np.vstack([engine.prompt_logits(TOKENS[:-1]), engine.decode_logits(TOKENS[-1])[None]])
+    assert nmse(got, want) < 1e-6
+
+
+@pytest.mark.vulkan
 def test_a_saved_session_knows_its_adapters(tmp_path: Path, device: Device) -> None:
     path = tiny_with_text(tmp_path / "model.gguf")
     files = [Given(adapter_of(path, tmp_path / f"{name}.gguf", ["blk.0.attn_q.weight"], seed=i)) for i, name in enumerate("ab")]

@@ -298,7 +298,10 @@ class GgufFile:
         """
         tensors: dict[str, GgufTensor] = {}
         for name, t in self.tensors.items():
-            parts = cuts.get(name, {name: t.shape[0]})
+            if name not in cuts:
+                tensors[name] = t
+                continue
+            parts = cuts[name]
             if sum(parts.values()) != t.shape[0]:
                 expected = [sum(parts.values()), *t.shape[1:]]
                 raise GgufError(f"[gguf] {self.path}: tensor {name} has shape {list(t.shape)}, the hyperparameters say {expected}")
@@ -306,7 +309,7 @@ class GgufFile:
             for part, rows in parts.items():
                 row_bytes = t.nbytes // t.shape[0]
                 shape = (rows, *t.shape[1:])
-                tensors[part] = GgufTensor(name, t.type, shape, t.offset + row0 * row_bytes, rows * row_bytes, t.file, t.row0 + row0)
+                tensors[part] = GgufTensor(t.name, t.type, shape, t.offset + row0 * row_bytes, rows * row_bytes, t.file, t.row0 + row0)
                 row0 += rows
         for name in cuts:
             self.tensor(name)
