@@ -10,8 +10,8 @@
 //
 // Bindings in this order:
 //   qkv       F32 [n, CHANNELS], q and k [N_GROUP * KEY] each, v [N_HEAD * DIM]: the convolution's output; CONV 1: its input
-//   alpha, beta  F32 [n, N_HEAD]
-//   CONV 1:   z F32 [n, N_HEAD * DIM], w F32 [CHANNELS, TAPS]
+//   alpha, beta  F32 [n, N_HEAD];  CONV 1: z F32 [n, N_HEAD * DIM].  PACKED 1 (CONV 1): one tensor, a row is qkv, z, alpha, beta
+//   CONV 1:   w F32 [CHANNELS, TAPS]
 //   a, dt_bias  F32 [N_HEAD];  CONV 1: norm F32 [DIM]
 //   pos       I32 [n]; -1: padding, which is at the end, gives zeros and does not change the states
 //   state     F32 [2, N_HEAD, DIM, KEY]: slot p & 1 holds the state after the token at position p. A batch whose first position is 0 starts
@@ -44,12 +44,27 @@ layout(push_constant) uniform Push {
 #define EACH ((QUADS + LANES - 1) / LANES)
 
 layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InQkv { float qkv[]; };
+#if PACKED
+#define WIDTH (CHANNELS + INNER + 2 * N_HEAD)
+#define Z(token, i) qkv[(token) * WIDTH + CHANNELS + (i)]
+#define ALPHA(token, head) qkv[(token) * WIDTH + CHANNELS + INNER + (head)]
+#define BETA(token, head) qkv[(token) * WIDTH + CHANNELS + INNER + N_HEAD + (head)]
+#define BIND_W 1
+#else
+#define WIDTH CHANNELS
 layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InAlpha { float alpha[]; };
 layout(std430, set = 0, binding = 2) SYNC_INPUT buffer InBeta { float beta[]; };
+#define ALPHA(token, head) alpha[(token) * N_HEAD + (head)]
+#define BETA(token, head) beta[(token) * N_HEAD + (head)]
+  #if CONV
+layout(std430, set = 0, binding = 3) SYNC_INPUT buffer InZ { float z[]; };
+#define Z(token, i) z[(token) * INNER + (i)]
+#define BIND_W 4
+  #endif
+#endif
 #if CONV
-layout(std430, set = 0, binding = 3) SYNC_INPUT buffer InZ { vec4 z[]; };
-layout(std430, set = 0, binding = 4) readonly buffer InW { float w[]; };
-#define BIND_A 5
+layout(std430, set = 0, binding = BIND_W) readonly buffer InW { float w[]; };
+#define BIND_A (BIND_W + 1)
 layout(std430, set = 0, binding = BIND_A + 2) readonly buffer InNorm { vec4 norm[]; };
 layout(std430, set = 0, binding = BIND_A + 5) buffer ConvState { float conv[]; };
 #else
@@ -79,7 +94,7 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #define SEQUENCE 0u
 #endif
 
-#define CONV_X(token, c) qkv[(TOKEN0 + (token)) * CHANNELS + (c)]
+#define CONV_X(token, c) qkv[(TOKEN0 + (token)) * WIDTH + (c)]
 #define CONV_ROW(row, c) conv[(SEQUENCE * TAPS + (row)) * CHANNELS + (c)]
 #include "ssm/softplus.glsl"
 #include "ssm/taps.glsl"
@@ -154,6 +169,10 @@ void main() {
         }
     }
 
+#if CONV
+    const bool mine = tid < DIM / 4;  // in the gated norm a thread takes a quad
+    vec4 gate = vec4(0.0);
+#endif
     for (uint t0 = 0u; t0 < TOKENS; t0 += TILE) {
         const uint count = min(TILE, TOKENS - t0);
         if (t0 > 0u) barrier();
@@ -178,14 +197,19 @@ void main() {
         }
 #endif
         for (uint t = tid; t < count; t += WG_SIZE) {
-            const uint at = (TOKEN0 + t0 + t) * N_HEAD + head;
             float dt, share;
-            SPIN_UNTIL(dt = alpha[at], arrived(dt));
-            SPIN_UNTIL(share = beta[at], arrived(share));
+            SPIN_UNTIL(dt = ALPHA(TOKEN0 + t0 + t, head), arrived(dt));
+            SPIN_UNTIL(share = BETA(TOKEN0 + t0 + t, head), arrived(share));
             const bool real = pos[TOKEN0 + t0 + t] >= 0;  // padding: decay 1 and beta 0 leave the state as it is
             tile_decay[t] = real ? exp(softplus(dt + dt_base) * decay_rate) : 1.0;
             tile_beta[t] = real ? sigmoid(share) : 0.0;
         }
+#if CONV
+        if (mine) {
+            const uint i = head * DIM + 4u * tid;
+            SPIN_UNTIL(gate = vec4(Z(TOKEN0, i), Z(TOKEN0, i + 1u), Z(TOKEN0, i + 2u), Z(TOKEN0, i + 3u)), arrived(gate));
+        }
+#endif
         barrier();
 #if TILE > 1
         for (uint from = 0u; from < count; from += WG_SIZE / LANES) {
@@ -241,14 +265,10 @@ void main() {
     }
 
 #if CONV
-    // The gated norm of the head: a thread takes a quad.
+    // The gated norm of the head.
     barrier();
-    const bool mine = tid < DIM / 4;
-    vec4 v = vec4(0.0), gate = vec4(0.0);
-    if (mine) {
-        v = vec4(head_y[4u * tid], head_y[4u * tid + 1u], head_y[4u * tid + 2u], head_y[4u * tid + 3u]);
-        SPIN_UNTIL(gate = z[(TOKEN0 * INNER + head * DIM) / 4u + tid], arrived(gate));
-    }
+    vec4 v = vec4(0.0);
+    if (mine) v = vec4(head_y[4u * tid], head_y[4u * tid + 1u], head_y[4u * tid + 2u], head_y[4u * tid + 3u]);
     const float scale = 1.0 / sqrt(wg_sum(sum_of(v * v)) / float(DIM) + p.eps);
     if (mine) v = v * scale * norm[tid] * vec4(silu(gate.x), silu(gate.y), silu(gate.z), silu(gate.w));
     const uint out_quad = head * (DIM / 4) + tid;

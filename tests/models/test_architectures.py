@@ -99,8 +99,8 @@ MAMBA_EXPERTS = (
     " | ffn_shared-1 ffn_moe_swiglu-1.q8_1 | l_out-1"
 )
 
-DELTA_NET = "linear_attn_qkv_mixed-1 z-1 beta-1 alpha-1 | final_output-1 | attn_residual-1"
-"""Convolution, delta rule and gated norm are one dispatch."""
+DELTA_NET = "linear_attn_qkv_mixed-1.z linear_attn_qkv_mixed-1.z | final_output-1 | attn_residual-1"
+"""Of the products those of one type are one, convolution, delta rule and gated norm are one dispatch."""
 GATED_EXPERTS = "ffn_shexp_swiglu-1 shared_expert_gate_sigmoid-1 ffn_moe_weights-1 | ffn_shared-1 ffn_moe_swiglu-1 | l_out-1"
 """The gate of the shared expert costs no stage."""
 

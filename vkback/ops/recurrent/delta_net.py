@@ -5,9 +5,10 @@
     CONV_DELTA_NET  qkv F32 [1, channels], alpha, beta, z F32 [1, inner], w F32 [channels * taps], a, dt_bias, norm F32 [dim], pos I32 [1],
                     conv_state F32 [taps, channels], state -> y F32 or Q8_1 [1, inner], conv_state, state: SSM_CONV, DELTA_NET, an RMS norm
                     of each head and SWIGLU with z as the gate, for one token, in one dispatch.
+                    packed: qkv, z, alpha and beta are one tensor F32 [1, channels + inner + 2 n_head], in this order.
                     With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
                     [n_slots, taps, channels] and state [n_slots, 2, ...]; the others then have n rows
-    params: n_group, tiled; CONV_DELTA_NET also eps (of the norm) [, has_slots]
+    params: n_group, tiled; CONV_DELTA_NET also eps (of the norm) [, packed, has_slots]
 
 inner = n_head * dim, channels = inner + 2 * n_group * key: q and k of n_group heads, v of n_head. Head h shares q and k with the others
 of its group: h % n_group where tiled, else h / (n_head / n_group). With q and k of length 1 (q / sqrt(q . q + 1e-6)), q times key^-0.5, of
@@ -85,6 +86,11 @@ class Heads:
     @property
     def channels(self) -> int:
         return self.inner + 2 * self.n_group * self.key
+
+    @property
+    def width(self) -> int:
+        """Of a row of qkv, z, alpha and beta."""
+        return self.channels + self.inner + 2 * self.n
 
     @property
     def state_bytes(self) -> int:
@@ -173,7 +179,10 @@ class _DeltaNet(Op):
         slots: the tokens' sequences."""
         heads, caps = Heads.of(state, node.params), ctx.caps
         y, n = node.outputs[0], spun_on[0].shape[0]
-        fits = spun_on[0].shape == (n, heads.channels) and spun_on[1].elements == spun_on[2].elements == n * heads.n
+        if packed := len(spun_on) == 1:
+            fits = spun_on[0].shape == (n, heads.width)
+        else:
+            fits = spun_on[0].shape == (n, heads.channels) and spun_on[1].elements == spun_on[2].elements == n * heads.n
         if not fits or heads.n % heads.n_group or heads.key % 4 or y.elements != n * heads.inner:
             raise PlanError(
                 f"[{self.name}] {node.name}: {', '.join(map(str, spun_on[:3]))}, {state}, {heads.n_group} groups to {y}: expected rows of "
@@ -202,6 +211,7 @@ class _DeltaNet(Op):
             "N_GROUP": heads.n_group,
             "TILED": int(node.params["tiled"]),
             "CONV": int(conv is not None),
+            "PACKED": int(packed),
             "TAPS": conv.shape[-2] if conv else 1,
             "OUT_Q8_1": int(y.type == "Q8_1"),
         }
@@ -298,7 +308,12 @@ class ConvDeltaNet(_DeltaNet):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         if params.get("has_slots"):
             return self._by_sequence(inputs, params)
-        qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = inputs
+        *rows, w, a, dt_bias, norm, pos, conv_state, state = inputs
+        if params.get("packed"):
+            inner, n_head = state.shape[1] * state.shape[2], state.shape[1]
+            qkv, z, alpha, beta = np.split(rows[0], np.cumsum([conv_state.shape[1], inner, n_head]), axis=1)
+        else:
+            qkv, alpha, beta, z = rows
         convolution, conv_state = convolved(qkv, w, None, pos, conv_state)
         y, state = delta_rule(convolution, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"])
         by_head = y.reshape(len(y), -1, state.shape[-2])
@@ -326,14 +341,14 @@ class ConvDeltaNet(_DeltaNet):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         inputs = list(node.inputs)
         slots = inputs.pop() if node.params.get("has_slots") else None
-        qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = inputs
+        *rows, w, a, dt_bias, norm, pos, conv_state, state = inputs
         if pos.shape != (slots.shape if slots else (1,)):
             raise PlanError(f"[CONV_DELTA_NET] {node.name}: it takes one token, or one of each sequence, got {pos}")
-        return [self._dispatch(node, ctx, (qkv, alpha, beta, z), (w, a, dt_bias, norm), pos, state, conv_state, slots)]
+        return [self._dispatch(node, ctx, tuple(rows), (w, a, dt_bias, norm), pos, state, conv_state, slots)]
 
     def unfused(self, node: Node) -> list[Node]:
-        """None with slots: the plain ops have one sequence."""
-        if node.params.get("has_slots"):
+        """None with slots, since the plain ops have one sequence, and none of a packed tensor, which several products make."""
+        if node.params.get("has_slots") or node.params.get("packed"):
             return []
         qkv, alpha, beta, z, w, a, dt_bias, norm, pos, conv_state, state = node.inputs
         heads, y = Heads.of(state, node.params), node.outputs[0]
@@ -359,6 +374,9 @@ class ConvDeltaNet(_DeltaNet):
         yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0, 3, 1), pos=5)
         yield self.build_case(4, 20, 20, n_group=2, taps=3, slots=(1, 4))
         yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0), pos=1).where(sync="sentinel")
+        yield self.build_case(3, 12, 20, packed=True, pos=2)
+        yield self.build_case(4, 32, 64, n_group=2, packed=True, pos=6, out="q8_1").where(sync="sentinel")
+        yield self.build_case(4, 20, 20, n_group=2, packed=True, slots=(1, 4, 2), pos=3)
 
     def full_cases(self) -> Iterator[Case]:
         for (n_head, dim, key, n_group, tiled), taps, pos in product(
@@ -380,6 +398,7 @@ class ConvDeltaNet(_DeltaNet):
         taps: int = 4,
         pos: int = 0,
         out: str = "",
+        packed: bool = False,
         slots: Shape = (),
         seed: int = 53,
     ) -> Case:
@@ -402,12 +421,15 @@ class ConvDeltaNet(_DeltaNet):
             conv_state = Tensor("conv_state", "F32", (*n_slots, taps, heads.channels), "state")
             outputs = (Tensor("y", kind, (n, heads.inner)), conv_state, state)
             params = {"n_group": n_group, "tiled": tiled, "eps": 1e-6} | ({"has_slots": True} if slots else {})
-            node = Node(self.name, (qkv, alpha, beta, z, w, a, dt_bias, norm, at, conv_state, state, *sequences), outputs, params)
+            params |= {"packed": True} if packed else {}
+            rows = [Tensor("qkv", "F32", (n, heads.width), "input")] if packed else [qkv, alpha, beta, z]
+            node = Node(self.name, (*rows, w, a, dt_bias, norm, at, conv_state, state, *sequences), outputs, params)
             values = _values(node, rng, max(pos, 0), int(pos < 0 or n > 2))
             return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
 
         params: dict[str, Any] = {"n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled, "taps": taps, "pos": pos}
         params |= {"out": type_word(kind)} if out else {}
+        params |= {"packed": True} if packed else {}
         params |= {"slots": slots} if slots else {}
         return Case(self.name, {**params, "seed": seed}, make, seed)
 

@@ -201,24 +201,14 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
     """
     for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
         index = Index(nodes)
-        gemvs = [index.producer.get(t.name) for t in fused.inputs[:3]]
-        if any(p is None or p.op != "LINEAR" or len(index.consumers[p.name]) != 1 for p in gemvs):
+        products = may_pack([index.producer.get(t.name) for t in fused.inputs[:3]], index)
+        if not products:
             continue
-        products = [p for p in gemvs if p is not None]
-        if len({p.inputs[1].name for p in products}) != 1 or not all({"w", "x", "bias"} >= set(p.params["roles"]) for p in products):
-            continue  # also where adapters are added to a product
         n, heads, head_dim = fused.inputs[0].shape
         kv_heads = fused.inputs[1].shape[1]
         rows = [p.inputs[0].shape[0] for p in products]
         packed = Tensor(f"{fused.outputs[0].name}.qkv", "F32", (n, sum(rows)))
-        parts: list[Node] = []
-        for run in _runs(products):
-            weights = [p.inputs[0] for p in run]
-            biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
-            row0 = sum(rows[: products.index(run[0])])
-            inputs = (combine("concat", weights), run[0].inputs[1], *((combine("concat", biases),) if biases else ()))
-            roles = ("w", "x", *(("bias",) if biases else ()))
-            parts.append(Node("LINEAR", inputs, (packed,), {"roles": roles, "row0": row0, "rows_total": sum(rows)}))
+        parts = packing(products, packed)
         params = {**fused.params, "packed": True, "n_head": heads, "n_head_kv": kv_heads, "head_dim": head_dim}
         attention = next(a for a in index.consumers[fused.outputs[0].name] if a.op == "FLASH_ATTN_EXT")
         tail: list[Node]
@@ -237,6 +227,30 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
         else:
             nodes = replace(nodes, [*products, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
     return nodes
+
+
+def packing(products: Sequence[Node], packed: Tensor) -> list[Node]:
+    """Products of one x that write their rows one after the other into `packed`; neighbours of one type are one product."""
+    rows = [p.inputs[0].shape[0] for p in products]
+    parts: list[Node] = []
+    for run in _runs(products):
+        weights = [p.inputs[0] for p in run]
+        biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
+        row0 = sum(rows[: products.index(run[0])])
+        inputs = (combine("concat", weights), run[0].inputs[1], *((combine("concat", biases),) if biases else ()))
+        roles = ("w", "x", *(("bias",) if biases else ()))
+        parts.append(Node("LINEAR", inputs, (packed,), {"roles": roles, "row0": row0, "rows_total": sum(rows)}))
+    return parts
+
+
+def may_pack(products: Sequence[Node | None], index: Index) -> list[Node]:
+    """The products, where `packing` can write them into one tensor: each is read by one node, all have one x, and nothing but a bias is
+    fused into them; else none."""
+    found = [p for p in products if p is not None and p.op == "LINEAR" and len(index.consumers[p.name]) == 1]
+    if len(found) < len(products) or len({p.inputs[1].name for p in found}) != 1:
+        return []
+    # Also where adapters are added to a product.
+    return found if all({"w", "x", "bias"} >= set(p.params["roles"]) for p in found) else []
 
 
 def angles_node(nodes: Sequence[Node], pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
-from vkback.plan.nodes import Index, Nodes, rewrite, tokens_of
-from vkback.plan.passes.attention import fuse_attention, fuse_latent, pack_qkv
+from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
+from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing
 from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.linear import (
     as_linear,
@@ -49,7 +49,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
-    nodes = choose_kernels(pack_qkv(nodes, n == 1 and choice["rope"] == "attention"), ctx)
+    nodes = choose_kernels(pack_qkv(pack_delta_net(nodes), n == 1 and choice["rope"] == "attention"), ctx)
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
         nodes = post_norms_into_prologue(nodes, outputs, ctx)
@@ -154,3 +154,17 @@ def fuse_delta_net(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> N
         return [conv, delta, norm, node], Node("CONV_DELTA_NET", inputs, (node.outputs[0], conv_state, state), params)
 
     return rewrite(nodes, outputs, match)
+
+
+def pack_delta_net(nodes: Nodes) -> Nodes:
+    """The four products that CONV_DELTA_NET reads write one packed tensor; neighbours of one type become one product."""
+    for fused in [n for n in nodes if n.op == "CONV_DELTA_NET" and "packed" not in n.params]:
+        index = Index(nodes)
+        (qkv, alpha, beta, z), rest = fused.inputs[:4], fused.inputs[4:]
+        products = may_pack([index.producer.get(t.name) for t in (qkv, z, alpha, beta)], index)
+        if products:
+            width = sum(p.inputs[0].shape[0] for p in products)
+            packed = Tensor(f"{qkv.name}.z", "F32", (qkv.shape[0], width))
+            new = Node(fused.op, (packed, *rest), fused.outputs, {**fused.params, "packed": True})
+            nodes = replace(nodes, [*products, fused], [*packing(products, packed), new])
+    return nodes
