@@ -54,7 +54,7 @@ vec4 load_norm_weights(uint row) {
 
 // Of the first four rows that each thread stores. They are loaded before the products, which hide the latency, and kept here meanwhile: the
 // products leave no registers for them.
-const uint FIRST_ITEMS = TILE_N * OUT_QUADS < WG ? TILE_N * OUT_QUADS : WG;
+const uint FIRST_ITEMS = PASS_N * OUT_QUADS < WG ? PASS_N * OUT_QUADS : WG;
 shared vec4 first_residuals[HAS_RESIDUAL != 0 ? FIRST_ITEMS : 1], first_norm_weights[NEXT_NORM != 0 ? FIRST_ITEMS : 1];
 
 void load_first() {
@@ -107,10 +107,10 @@ void store_next_norm(uint column, uint row, uint quad, vec4 v, vec4 weights) {
 
 void store_tile() {
     const uint rows = p.m >> OUT_SHIFT;
-    for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
-        const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
+    for (uint item = gl_LocalInvocationID.x; item < pass_count * OUT_QUADS; item += WG) {
+        const uint c = pass_first + item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad;
         if (row >= rows) continue;
-        const bool first = TILE_N * OUT_QUADS <= WG || item < WG;
+        const bool first = pass_first == 0u && (PASS_N * OUT_QUADS <= WG || item < WG);
         vec4 v = apply_epilogue(quad << (2 + OUT_SHIFT), c, tile_column + c, first);
         if (Y_UNITS != 0) {
             store_units(tile_column + c, row, v);

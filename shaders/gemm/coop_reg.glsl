@@ -14,13 +14,17 @@
 // columns, and every K_SUBGROUPS-th step along K (sliced-K). A step is LANE_UNITS blocks (gemm/units.glsl). A lane loads whole units of 32
 // weights and decodes them to f16; neighbouring lanes load neighbouring units of a row. Thanks to unit order, what a lane decodes are exactly
 // its own elements of matrices A. As soon as registers of weights and of x are free, they are loaded for the subgroup's next step. At the end
-// the sums of all slices go to shared memory, and the thread that stores a value adds them in a fixed order.
+// the sums of all slices go to shared memory, PASS_N columns at a time, and the thread that stores a value adds them in a fixed order.
+//
+// X_PART: of more than some 16 columns, x takes most of the L2 cache's bandwidth, since each subgroup reads all of it, and most of the
+// registers. With X_PART the workgroup reads x once for all its rows, a part of a block at a time, into shared memory: one part is
+// multiplied while the next one is stored there and the one after that is under way. A barrier stands between parts.
 //
 // The shader that includes this says what becomes of the sums, by four functions that every thread calls:
 //   load_first()         before the wait for x
 //   load_with_x()        after it, before the products
 //   load_after()         after the products, which leave no registers for what is loaded earlier
-//   store_tile()         once `stages` holds the sums of all subgroups
+//   store_tile()         once `stages` holds the sums of all subgroups for pass_count columns of the tile, from pass_first on
 //
 // BY_EXPERTS 1: a grouped product (MUL_MAT_ID). A tile has slots of one expert, by a route, and a lane looks up where the columns that it holds
 // elements of lie in x. x is that of tokens or of slots, in whatever order of columns; its matrices may have other columns (X_FN) than those here.
@@ -31,6 +35,10 @@
 #extension GL_EXT_shader_16bit_storage : require
 #extension GL_KHR_shader_subgroup_arithmetic : require
 #extension GL_KHR_shader_subgroup_shuffle : require
+
+#ifndef BY_EXPERTS
+#define BY_EXPERTS 0
+#endif
 
 layout(constant_id = 5) const uint SUBGROUP_M = 32;  // weight rows of a subgroup
 layout(constant_id = 6) const uint TILE_N = 16;  // columns of a tile, a multiple of FN
@@ -43,8 +51,11 @@ layout(constant_id = 12) const uint ARRIVES = 0;  // common/arrivals.glsl
 layout(constant_id = 13) const uint EXPECTED = 0;  // likewise
 layout(constant_id = 14) const uint X_SQUARES = 0;  // sums of squares per column of x, a multiple of 4; 0: x is not normed here
 layout(constant_id = 15) const float EPS = 0.0;  // of the norm of x
-#ifndef BY_EXPERTS
-#define BY_EXPERTS 0
+layout(constant_id = 17) const uint PASS_N = 16;  // columns of a tile that are stored at a time
+#if !BY_EXPERTS
+layout(constant_id = 18) const uint X_PART = 0;  // words of a lane and matrix column of x in a part, a divisor of BLOCK_WORDS; 0: x goes straight into registers
+#else
+const uint X_PART = 0;
 #endif
 const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = BY_EXPERTS;
 
@@ -82,14 +93,19 @@ const uint MATRICES = 32 / LANE_VALUES;            // matrices along K per block
 const bool PAIRED = K_ALIGNED != 0 && LANE_UNITS == 2 && TILE_N <= 8;  // a lane's two units have one head between them
 #endif
 const uint STAGE_PITCH = SUBGROUP_M / 4 + 1;
-const uint STAGE_WORDS = TILE_N * STAGE_PITCH;     // sums of one subgroup
+const uint STAGE_WORDS = PASS_N * STAGE_PITCH;     // sums of one subgroup
+const uint ALL_STAGES = ROW_SUBGROUPS * K_SUBGROUPS * STAGE_WORDS;
+const uint PART_ROWS = K_SUBGROUPS * NS * X_PART;  // of SG words: a part of x, of all slices
+const uint ROWS_EACH = (PART_ROWS + WG / SG - 1) / (WG / SG);  // rows of a part that a subgroup loads
 
-shared vec4 stages[ROW_SUBGROUPS * K_SUBGROUPS * STAGE_WORDS];  // slices of the same rows lie side by side
+// Sums, slices of the same rows side by side. Before them, with X_PART, the bits of two parts of x.
+shared vec4 stages[ALL_STAGES > 2 * PART_ROWS * SG ? ALL_STAGES : 2 * PART_ROWS * SG];
 
 MATRIX_SUM sums[MS * NS];
 UnitRaw raw[LANE_UNITS * UNITS];
-uvec4 x[NS * BLOCK_WORDS];
+uvec4 x[X_PART != 0 ? ROWS_EACH : NS * BLOCK_WORDS];  // with X_PART what is under way to shared memory
 uint steps, blocks;
+uint pass_first = 0, pass_count;
 uint x_zero = 0;  // a 0 that the compiler cannot know before x has arrived (common/arrivals.glsl)
 
 float16_t half_at(uvec4 word, uint i) {
@@ -201,6 +217,68 @@ void fetch_x(uint n, uint i, uint step, uint u) {
 
 #define x_squares_row(c) (tile_column + (c))
 #define BIAS_ROW(row) (p.w_row0 + (row))
+
+const uint PART_WORDS = X_PART != 0 ? X_PART : 1, BLOCK_PARTS = X_PART != 0 ? BLOCK_WORDS / PART_WORDS : 1;
+
+// Loads this subgroup's share of part number `part` of x: of a block of each slice. Past the last block x is zero.
+void fetch_part(uint part) {
+    const uint step = part / (LANE_UNITS * BLOCK_PARTS) * K_SUBGROUPS, block_part = part % BLOCK_PARTS, lane = gl_SubgroupInvocationID;
+    [[unroll]] for (uint i = 0; i < ROWS_EACH; i++) {
+        const uint row = gl_SubgroupID + i * (WG / SG), slice = row / (NS * PART_WORDS), n = row / PART_WORDS % NS;
+        const uint block = (step + slice) * LANE_UNITS + part / BLOCK_PARTS % LANE_UNITS;
+        if (row >= PART_ROWS || block >= blocks) {
+            x[i] = uvec4(0u);
+            continue;
+        }
+        const uint first = (tile_number * NS + n) * p.x_stride + block * (BLOCK_WORDS * SG) + lane + x_zero;
+        x[i] = x4[(first & MAX_X_INDEX) + (block_part * PART_WORDS + row % PART_WORDS) * SG];
+    }
+}
+
+void store_part(uint part) {
+    [[unroll]] for (uint i = 0; i < ROWS_EACH; i++) {
+        const uint row = gl_SubgroupID + i * (WG / SG);
+        if (PART_ROWS % (WG / SG) == 0 || row < PART_ROWS)
+            stages[(part % 2u * PART_ROWS + row) * SG + gl_SubgroupInvocationID] = uintBitsToFloat(x[i]);
+    }
+}
+
+// The products of one step with X_PART. Weights are decoded a part at a time, which saves registers.
+void multiply_parts(uint first_row, uint slice, uint turn) {
+    [[unroll]] for (uint u = 0; u < LANE_UNITS; u++)
+        [[unroll]] for (uint block_part = 0; block_part < BLOCK_PARTS; block_part++) {
+            const uint part = (turn * LANE_UNITS + u) * BLOCK_PARTS + block_part;
+            store_part(part + 1u);
+            fetch_part(part + 2u);
+            uvec4 w[UNITS * 4];
+            [[unroll]] for (uint i = 0; i < UNITS; i++) {
+                uvec4 words[4];
+                unit_f16(loaded_unit(i, u), true, words);
+                [[unroll]] for (uint j = 0; j < 4 / BLOCK_PARTS; j++) w[i * 4 + j] = words[block_part * (4 / BLOCK_PARTS) + j];
+                if (block_part + 1 == BLOCK_PARTS) load_unit(i, u, first_row, turn * K_SUBGROUPS + slice + K_SUBGROUPS);
+            }
+            const uint word_matrices = 8 / (OWN_COLUMNS * LANE_VALUES);
+            [[unroll]] for (uint word = 0; word < X_PART; word++)
+                [[unroll]] for (uint n = 0; n < NS; n++) {
+                    const uint row = part % 2u * PART_ROWS + (slice * NS + n) * PART_WORDS + word;
+                    const uvec4 bits = floatBitsToUint(stages[row * SG + gl_SubgroupInvocationID]);
+                    [[unroll]] for (uint j = 0; j < word_matrices; j++) {
+                        MATRIX_B b;
+                        [[unroll]] for (uint e = 0; e < OWN_COLUMNS * LANE_VALUES; e++) b[e] = half_at(bits, j * OWN_COLUMNS * LANE_VALUES + e);
+                        [[unroll]] for (uint i = 0; i < MS; i++) {
+                            MATRIX_A a;
+                            [[unroll]] for (uint r = 0; r < OWN_ROWS; r++)
+                                [[unroll]] for (uint e = 0; e < LANE_VALUES; e++) {
+                                    const uint value = (word * word_matrices + j) * LANE_VALUES + e;
+                                    a[r * LANE_VALUES + e] = half_at(w[(i * OWN_ROWS + r) * 4 + value / 8], value % 8);
+                                }
+                            sums[i * NS + n] = coopMatMulAdd(a, b, sums[i * NS + n]);
+                        }
+                    }
+                }
+            barrier();
+        }
+}
 #endif
 
 // The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
@@ -237,14 +315,15 @@ void multiply(uint first_row, uint step) {
     }
 }
 
-void stage_sums(uint stage) {
+// The sums of PASS_N columns, those of pass number `pass`.
+void stage_sums(uint stage, uint pass) {
     [[unroll]] for (uint i = 0; i < MS; i++)
-        [[unroll]] for (uint n = 0; n < NS; n++)
-            coopMatStore(sums[i * NS + n], stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
+        [[unroll]] for (uint n = 0; n < PASS_N / FN; n++)
+            coopMatStore(sums[i * NS + pass * (PASS_N / FN) + n], stages, stage * STAGE_WORDS + n * FN * STAGE_PITCH + i * FM / 4, STAGE_PITCH,
                          gl_CooperativeMatrixLayoutColumnMajor);
 }
 
-// Sums of four neighbouring rows of column c, over all slices in order. row: the first one, within the tile.
+// Sums of four neighbouring rows of column c of this pass, over all slices in order. row: the first one, within the tile.
 vec4 sum_slices(uint row, uint c) {
     vec4 v = vec4(0.0);
     [[unroll]] for (uint slice = 0; slice < K_SUBGROUPS; slice++)
@@ -281,7 +360,7 @@ void find_column_factors() {
 
 // Sums of four neighbouring weight rows, complete but for a residual. row: the first one, within the tile; c: the column, within the tile.
 vec4 finished_sums(uint row, uint c) {
-    vec4 v = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row, c);
+    vec4 v = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row, c - pass_first);
     if (HAS_BIAS != 0)
         [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[BIAS_ROW(min(tile_row + row + e, p.m - 1u))];
     return v;
@@ -295,7 +374,7 @@ struct FirstItem {
 
 FirstItem first_item() {
     const uint item = gl_LocalInvocationID.x;
-    return FirstItem(item < tile_count * OUT_QUADS, tile_row + item % OUT_QUADS * 4u, tile_column + item / OUT_QUADS);
+    return FirstItem(item < min(tile_count, PASS_N) * OUT_QUADS, tile_row + item % OUT_QUADS * 4u, tile_column + item / OUT_QUADS);
 }
 
 void load_first();
@@ -323,16 +402,35 @@ void main() {
 #endif
     load_first();
     x_zero = wait_for_arrivals();  // meanwhile the first weights are in flight
-    [[unroll]] for (uint n = 0; n < NS; n++)
-        [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, min(slice, steps - 1u), 0);
+#if !BY_EXPERTS
+    if (X_PART != 0) {
+        fetch_part(0u);
+        store_part(0u);
+        fetch_part(1u);
+    } else
+#endif
+        [[unroll]] for (uint n = 0; n < NS; n++)
+            [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, min(slice, steps - 1u), 0);
     load_with_x();
     [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     if (X_SQUARES != 0 && FACTORS_FIRST) find_column_factors();
-    [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
+#if !BY_EXPERTS
+    if (X_PART != 0) {
+        barrier();
+        const uint turns = (steps + K_SUBGROUPS - 1u) / K_SUBGROUPS;  // the same for all slices, as barriers ask
+        [[dont_unroll]] for (uint turn = 0; turn < turns; turn++) multiply_parts(first_row, slice, turn);
+    } else
+#endif
+        [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
     load_after();
     if (X_SQUARES != 0 && !FACTORS_FIRST) find_column_factors();
-    stage_sums(gl_SubgroupID);
-    barrier();
-    store_tile();
+    [[unroll]] for (uint pass = 0; pass < TILE_N / PASS_N; pass++) {
+        pass_first = pass * PASS_N;
+        pass_count = min(tile_count - min(pass_first, tile_count), PASS_N);
+        if (pass != 0) barrier();
+        stage_sums(gl_SubgroupID, pass);
+        barrier();
+        store_tile();
+    }
     arrive();
 }

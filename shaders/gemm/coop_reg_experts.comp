@@ -60,8 +60,8 @@ void store_padding() {
 void store_tile() {
     const uint rows = p.m >> OUT_SHIFT;
     if (Y_UNITS != 0 && tile_row + TILE_M >= p.m) store_padding();
-    for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
-        const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad, column = column_of(c);
+    for (uint item = gl_LocalInvocationID.x; item < pass_count * OUT_QUADS; item += WG) {
+        const uint c = pass_first + item / OUT_QUADS, quad = item % OUT_QUADS, row = (tile_row >> OUT_SHIFT) + 4u * quad, column = column_of(c);
         if (row >= rows) continue;
         vec4 v = apply_epilogue(quad << (2 + OUT_SHIFT), c);
         if (Y_UNITS != 0) {

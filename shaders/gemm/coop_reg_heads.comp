@@ -67,10 +67,10 @@ void load_after() {
 }
 
 void store_tile() {
-    for (uint item = gl_LocalInvocationID.x; item < tile_count * OUT_QUADS; item += WG) {
-        const uint c = item / OUT_QUADS, quad = item % OUT_QUADS, row = tile_row + 4u * quad;
+    for (uint item = gl_LocalInvocationID.x; item < pass_count * OUT_QUADS; item += WG) {
+        const uint c = pass_first + item / OUT_QUADS, quad = item % OUT_QUADS, row = tile_row + 4u * quad;
         if (row >= p.m) continue;
-        const bool first = TILE_N * OUT_QUADS <= WG || item < WG;
+        const bool first = pass_first == 0u && (PASS_N * OUT_QUADS <= WG || item < WG);
         const uint column = tile_column + c, head_row = p.y_offset + row;
         store_heads(column, head_row, finished_sums(4u * quad, c), first ? first_angles : angles_of(head_row, column),
                     first ? first_position : positions[column]);

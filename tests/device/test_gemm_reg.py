@@ -238,11 +238,20 @@ def test_activations_beyond_f16(
 
 
 def run_product(
-    device: Device, kernels: ShaderLibrary, ctx: LowerContext, quant: str, m: int, n: int, k: int, slices: int = 2, **more: Any
+    device: Device,
+    kernels: ShaderLibrary,
+    ctx: LowerContext,
+    quant: str,
+    m: int,
+    n: int,
+    k: int,
+    cut: tuple[int, int, int, int] = (16, 8, 8, 2),
+    **more: Any,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
-    """What the kernel makes of a random product and what numpy does. more: glu, bias, residual."""
+    """What the kernel makes of a random product and what numpy does. cut: tile_m, tile_n, warp_m, slice_k; more: glu, bias, residual,
+    x_shared."""
     rng = np.random.default_rng(m + n)
-    shape = gemm_reg.shape_of(16, 8, 8, slices, row_lanes(ctx), device.caps)
+    shape = gemm_reg.shape_of(*cut, row_lanes(ctx), device.caps, x_shared=more.get("x_shared", False))
     assert shape is not None
     w, x = weight("w", quant, (m, k)), Tensor("x", "F32", (n, k), "input")
     y = Tensor("y", "F32", (n, m // 2 if more.get("glu") else m))
@@ -286,7 +295,7 @@ def test_slices_that_are_no_power_of_two(device: Device, kernels: ShaderLibrary,
     """Twelve subgroups share rows of few steps, so that most have none, and rows of 24 or more."""
     use = by_registers(ctx, device)
     for k in (288, 6144):
-        assert nmse(*run_product(device, kernels, use, "Q8_0", 24, 4, k, slices=12)) <= F16_TOLERANCE.nmse, k
+        assert nmse(*run_product(device, kernels, use, "Q8_0", 24, 4, k, (16, 8, 8, 12))) <= F16_TOLERANCE.nmse, k
 
 
 @pytest.mark.vulkan
@@ -294,6 +303,28 @@ def test_slices_that_are_no_power_of_two(device: Device, kernels: ShaderLibrary,
 def test_epilogue(more: dict[str, Any], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     use = by_registers(ctx, device)
     assert nmse(*run_product(device, kernels, use, "Q4_K", 50, 3, 512, **more)) <= 4 * F16_TOLERANCE.nmse  # GLU multiplies two such sums
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("cut", "k", "more"),
+    [
+        ((16, 16, 8, 1), 768, {"glu": "silu"}),
+        ((16, 16, 8, 2), 480, {"bias": True, "residual": True}),  # the last block has zeros
+        ((16, 16, 16, 3), 1024, {"residual": True}),  # slices with other numbers of steps, two matrices of rows a subgroup
+        ((48, 32, 8, 2), 512, {}),  # stored in several passes
+    ],
+    ids=str,
+)
+def test_x_through_shared_memory(
+    cut: tuple[int, int, int, int], k: int, more: dict[str, Any], device: Device, kernels: ShaderLibrary, ctx: LowerContext
+) -> None:
+    """Odd rows and columns; the same bits as with x in registers, where the slices are the same."""
+    use = by_registers(ctx, device)
+    quant = "Q8_0" if k % 256 else "Q4_K"
+    got, want = run_product(device, kernels, use, quant, 74, 19, k, cut, x_shared=True, **more)
+    assert nmse(got, want) <= 4 * F16_TOLERANCE.nmse
+    np.testing.assert_array_equal(got, run_product(device, kernels, use, quant, 74, 19, k, cut, **more)[0])
 
 
 @pytest.mark.vulkan

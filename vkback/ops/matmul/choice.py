@@ -50,7 +50,8 @@ declare(
         "warp_m": "positive",  # the part of the tile that a subgroup makes (coop_mat)
         "warp_n": "positive",
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
-        "slice_k": (1, 2, 4, 8, 12, 14, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "slice_k": (1, 2, 3, 4, 6, 7, 8, 12, 14, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
+        "x_shared": (False, True),  # activations go through shared memory, once for all rows of a tile (coop_reg, dense)
         "subnormals": (False, True),  # weights decoded by way of subnormal f16, where type and values allow it (coop_mat, coop_reg)
         "rows": (2, 4),  # weight rows of a thread (f32)
     },
@@ -59,7 +60,7 @@ declare(
 PARAMS_READ: Mapping[Kernel, tuple[str, ...]] = {
     "gemv": (),
     "coop_mat": ("tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k", "subnormals"),
-    "coop_reg": ("tile_m", "tile_n", "warp_m", "slice_k", "subnormals"),
+    "coop_reg": ("tile_m", "tile_n", "warp_m", "slice_k", "x_shared", "subnormals"),
     "int_dot": ("tile_n",),
     "f32": ("tile_n", "rows"),
 }
@@ -223,7 +224,7 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         fits = fits and not (grouped and len(shards(node.w, ctx.caps)) > 1)
         lanes = row_lanes(ctx) if fits else 0
         cut = (choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"])
-        shape = gemm_reg.shape_of(*cut, lanes, ctx.caps, narrow=grouped)
+        shape = gemm_reg.shape_of(*cut, lanes, ctx.caps, narrow=grouped, x_shared=bool(choice["x_shared"]) and not grouped)
         if shape is not None:
             shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx))
         return shape, choice.source

@@ -41,6 +41,7 @@ class GemmShape:
     Of coop_reg, with warp_m and matrix as above:
     slice_k    subgroups that share the rows of a part and take turns along K; subgroups = tile_m / warp_m * slice_k
     row_lanes  neighbouring lanes that share a row of a matrix
+    x_shared   x goes through shared memory, once for all rows of a tile; else each subgroup reads it into registers
     """
 
     kernel: GemmKernel
@@ -56,6 +57,7 @@ class GemmShape:
     slice_k: int = 1
     row_lanes: int = 0
     subnormals: bool = False
+    x_shared: bool = False
 
 
 @dataclass(frozen=True)

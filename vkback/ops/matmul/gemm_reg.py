@@ -33,30 +33,48 @@ EXPERTS_SHADER = "gemm/coop_reg_experts.comp"
 
 
 def shape_of(
-    tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities, *, narrow: bool = False
+    tile_m: int, tile_n: int, warp_m: int, slice_k: int, lanes: int, caps: Capabilities, *, narrow: bool = False, x_shared: bool = False
 ) -> GemmShape | None:
     """A shape with the largest matrices that tile_n columns are whole ones of; None where the device has none, or not so many threads or so
     much shared memory.
 
     lanes   neighbouring lanes that share a row of a matrix, 0 where that is not known
     narrow  of these matrices those with the fewest columns, as grouped products take them: a lane then has few columns to look up
+    x_shared  as in `GemmShape`
     """
     fitting = [s for s in matrix_shapes(caps) if tile_n % s[1] == 0 and warp_m % s[0] == 0]
     matrix = min(fitting, key=lambda s: s[1], default=None) if narrow else next(iter(fitting), None)
     if matrix is None or not lanes or tile_m % warp_m or caps.subgroup_size % lanes or matrix[2] % lanes:
         return None
     subgroups = tile_m // warp_m * slice_k
-    shape = GemmShape("coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes)
+    cut = GemmShape(
+        "coop_reg", tile_m, tile_n, UNIT, subgroups, 1, warp_m, tile_n, matrix, slice_k=slice_k, row_lanes=lanes, x_shared=x_shared
+    )
     fits = caps.max_storage_bindings >= interface(SHADER).buffers
     fits = fits and subgroups * caps.subgroup_size <= caps.max_workgroup_invocations
-    fits = fits and shared_bytes(shape, caps.subgroup_size) <= caps.max_shared_memory
-    return shape if fits else None
+    return cut if fits and _staging(cut, caps) is not None else None
 
 
-def shared_bytes(shape: GemmShape, lanes: int) -> int:
+def _staging(shape: GemmShape, caps: Capabilities) -> tuple[int, int] | None:
+    """X_PART and PASS_N of shaders/gemm/coop_reg.glsl: the largest that shared memory holds; None where it holds none."""
+    lanes, columns = caps.subgroup_size, shape.matrix[1]
+    # A part holds whole words of what a lane decodes of a unit, four 16-byte words.
+    block_words = 4 * columns * shape.row_lanes // lanes
+    x_parts = [block_words // i for i in (1, 2, 4) if block_words % i == 0] if shape.x_shared else [0]
+    passes = [columns * i for i in range(shape.tile_n // columns, 0, -1) if shape.tile_n // columns % i == 0]
+    for part in x_parts:
+        for columns_at_once in passes if shape.x_shared else passes[:1]:
+            if _shared_bytes(shape, lanes, part, columns_at_once) <= caps.max_shared_memory:
+                return part, columns_at_once
+    return None
+
+
+def _shared_bytes(shape: GemmShape, lanes: int, x_part: int, pass_n: int) -> int:
     """Shared memory of shaders/gemm/coop_reg.comp with subgroups of so many lanes, codebooks left out."""
-    first_items = min(shape.tile_n * shape.tile_m // 4, shape.subgroups * lanes)
-    return 16 * shape.subgroups * shape.tile_n * (shape.warp_m // 4 + 1) + 32 * first_items + 4 * shape.tile_n + 4
+    first_items = min(pass_n * shape.tile_m // 4, shape.subgroups * lanes)
+    sums = 16 * shape.subgroups * pass_n * (shape.warp_m // 4 + 1)
+    x_bytes = 2 * 16 * shape.slice_k * shape.tile_n // shape.matrix[1] * x_part * lanes
+    return max(sums, x_bytes) + 32 * first_items + 4 * shape.tile_n + 4
 
 
 def lane_units(quant: str, row_lanes: int) -> int:
@@ -159,12 +177,14 @@ def lower(problem: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]
 
 def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, shard: Shard) -> Dispatch:
     step_units = lane_units(problem.w.type, shape.row_lanes)
+    x_part, pass_n = _staging(shape, caps) or (0, shape.tile_n)
     spec = (
         matrix_spec(shape.subgroups, shape.matrix, caps)
         | decoder_spec(shape)
         | {
             "SUBGROUP_M": shape.warp_m,
             "TILE_N": shape.tile_n,
+            "PASS_N": pass_n,
             "ROW_SUBGROUPS": shape.tile_m // shape.warp_m,
             "ROW_LANES": shape.row_lanes,
             "HAS_BIAS": int(problem.bias is not None),
@@ -172,6 +192,8 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
             "K_ALIGNED": int(step_units * shape.row_lanes == 8 and problem.k % (8 * UNIT) == 0),
         }
     )
+    if problem.route is None:
+        spec |= {"X_PART": x_part}
     if problem.squares is not None:
         spec |= {"X_SQUARES": problem.squares.shape[-1], "EPS": float(problem.eps)}
     weight = Arg(problem.w, "r", index)
@@ -201,6 +223,7 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         "MUL_MAT" if problem.route is None else "MUL_MAT_ID",
         problem.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
+        + (", x through shared memory" if shape.x_shared else "")
         + (f", {stored}" if stored else ""),
         nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
         weight_bytes=weight_bytes(problem, shard),
