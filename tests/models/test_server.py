@@ -73,6 +73,7 @@ class Served:
         template_kwargs: dict[str, Any] | None = None,
         parallel: int = 1,
         n_ctx: int = 128,
+        cors: tuple[str, ...] | list[str] = (),
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -87,7 +88,7 @@ class Served:
         self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]
         shared: dict[str, Any] = {"template": template, "template_kwargs": template_kwargs, "strict": strict, "strict_model": strict}
-        app = build_app(self.worker, api_key=api_key, limits=limits, hosts=hosts, **shared)
+        app = build_app(self.worker, api_key=api_key, limits=limits, hosts=hosts, cors=cors, **shared)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._socket = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such alone
         self._socket.bind(("127.0.0.1", 0))

@@ -58,6 +58,10 @@ def serve(
             "[default: none beside; any with another --host than this machine's]"
         ),
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(help="An origin of pages that may use the server through a browser, as https://example.com, or *; may be repeated."),
+    ] = None,
     parallel: Annotated[
         int | None, typer.Option(min=1, max=64, help="Requests that run at once, at most [default: 8 on CPU drivers, else 32].")
     ] = None,
@@ -122,6 +126,7 @@ def serve(
             hosts=hosts,
             strict=strict,
             strict_model=strict_model,
+            cors=cors or (),
         )
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import Any
@@ -22,18 +22,18 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import vkback
-from vkback.api import ChatTemplateError, LoadedModel, ModelError, Result
+from vkback.api import ChatTemplateError, GenerateOptions, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
-from vkback.api.message import MessageReader
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
 from vkback.gguf.vocabularies import TokenizerError
-from vkback.server import replies, request_log, schema
+from vkback.server import anthropic_messages, replies, request_log, schema
 from vkback.server.choices import Choices, Mail, Told, joined
 from vkback.server.errors import (
     BadRequest,
@@ -47,6 +47,8 @@ from vkback.server.errors import (
     UnknownModel,
     WrongHost,
 )
+from vkback.server.forms import OtherForms
+from vkback.server.llama_cpp import Native, require_fill
 from vkback.server.metrics import Collector
 from vkback.server.queued import Event, QueuedRequest
 from vkback.server.texts import RequestT, Texts
@@ -87,6 +89,7 @@ def build_app(
     strict: bool = False,
     strict_model: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
+    cors: Sequence[str] = (),
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
@@ -96,8 +99,10 @@ def build_app(
     strict_model     so are names of models but the server's
     hosts            names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
                      was made to mean this machine has none of them
+    cors             origins of pages that may use the server through a browser, as https://example.com; `*` for any
     """
     server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model, variables=template_kwargs)
+    forms = OtherForms(server)
     texts = Texts(worker, server.authorize, server.parsed, server.composed, template)
 
     @asynccontextmanager
@@ -117,13 +122,24 @@ def build_app(
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/chat/completions", server.chat, methods=["POST"]),  # of clients whose address ends before /v1, as llama-server has it
             Route("/models", server.models),
+            Route("/v1/responses", forms.responses, methods=["POST"]),
+            Route("/v1/responses/{id}", forms.response, methods=["GET", "DELETE"]),
+            Route("/v1/messages", forms.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", forms.count_tokens, methods=["POST"]),
+            Route("/completion", server.native.completion, methods=["POST"]),
+            Route("/infill", server.native.infill, methods=["POST"]),
+            Route("/slots", server.native.slots),
             Route("/props", texts.props),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
             Route("/apply-template", texts.apply_template, methods=["POST"]),
         ],
         exception_handlers={ServerError: on_error, HTTPException: on_http_error, Exception: on_fault},
-        middleware=[Middleware(request_log.RequestLog), Middleware(HostCheck, hosts=tuple(hosts))],
+        middleware=[
+            Middleware(request_log.RequestLog),
+            *([Middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])] if cors else []),
+            Middleware(HostCheck, hosts=tuple(hosts)),
+        ],
         lifespan=lifespan,
     )
 
@@ -161,7 +177,8 @@ async def on_error(request: Request, error: Exception) -> Response:
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(replies.error_body(error), error.status, headers)
+    form = anthropic_messages if request.url.path.startswith("/v1/messages") else replies
+    return JSONResponse(form.error_body(error), error.status, headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -201,6 +218,7 @@ class Server:
         self._registry = CollectorRegistry()
         self._registry.register(Collector(worker))
         self._mail: Mail | None = None
+        self.native = Native(self)
 
     async def page(self, request: Request) -> Response:
         """The chat page: one file, which asks nobody but this server."""
@@ -236,14 +254,34 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         asked = await self.parsed(request, schema.CompletionRequest)
-        options = asked.options(self.worker.n_vocab, self._token_limit)
-        return await self._answer(request, asked, asked.prompts(), options, chat=False)
+        options = asked.options(self.worker.n_vocab, self.token_limit)
+        prompts, tokenizer = asked.prompts(), self.worker.tokenizer
+        shape = self._shape("cmpl-", options, chat=False)
+        if asked.echo:
+            shape = replace(
+                shape, texts=asked.n or 1, echo=[p if isinstance(p, str) else tokenizer.decode(p, special=True) for p in prompts]
+            )
+        if asked.suffix:
+            fill = require_fill(self.native.fill, "suffix")
+            prompts = [fill.ids(tokenizer, prompt, asked.suffix) for prompt in prompts if isinstance(prompt, str)]
+        return await self.answer(request, asked, prompts, options, shape, chat=False)
 
     async def chat(self, request: Request) -> Response:
-        asked = await self.parsed(request, schema.ChatRequest)
-        options = asked.options(self.worker.n_vocab, self._token_limit)
+        return await self.answer_chat(request, await self.parsed(request, schema.ChatRequest))
+
+    async def answer_chat(
+        self, request: Request, asked: schema.ChatRequest, shape: Callable[[ChatPrompt], replies.ReplyShape] | None = None
+    ) -> Response:
+        """shape: of the reply; that of OpenAI's chats where there is none."""
+        options = asked.options(self.worker.n_vocab, self.token_limit)
         self._require_model(asked.model)
-        return await self._answer(request, asked, [await self.composed(asked)], options, chat=True)
+        prompt = await self.composed(asked)
+        if shape is not None:
+            return await self.answer(request, asked, [prompt], options, shape(prompt), chat=True)
+        own = self._shape("chatcmpl-", options, chat=True)
+        legacy = bool(asked.functions) and not asked.tools
+        own = replace(own, reader=partial(prompt.reader, thoughts=asked.reads_thoughts), legacy=legacy)
+        return await self.answer(request, asked, [prompt], options, own, chat=True)
 
     # -- parts
 
@@ -273,7 +311,8 @@ class Server:
         return prompt
 
     @property
-    def _token_limit(self) -> int:
+    def token_limit(self) -> int:
+        """Of a reply."""
         return self._limits.tokens or self.worker.n_ctx
 
     def _model(self) -> dict[str, Any]:
@@ -321,23 +360,25 @@ class Server:
             raise BadRequest("[server] the client left before its request was there") from e
         return bytes(body)
 
-    async def _answer(self, request: Request, asked: Any, prompts: Sequence[Any], options: Any, *, chat: bool) -> Response:
-        """n choices for each prompt."""
-        self._require_model(asked.model)
-        if asked.stream_options is not None and not asked.stream:
-            raise BadRequest("[server] stream_options needs stream: true", "stream_options")
+    def _shape(self, kind: str, options: GenerateOptions, *, chat: bool) -> replies.Shape:
         spell = self.worker.tokenizer.token_bytes
-        shape = replies.Shape(
-            ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+        return replies.Shape(
+            kind + uuid.uuid4().hex,
             self.worker.model_name,
             chat,
             lambda token: spell(token, special=True),
             options["logprobs"] is not None,
             ids=not self.worker.has_text,
             fingerprint=self._fingerprint,
-            reader=partial(prompts[0].reader, thoughts=asked.reads_thoughts) if chat else MessageReader,
-            legacy=chat and bool(asked.functions) and not asked.tools,
         )
+
+    async def answer(
+        self, request: Request, asked: Any, prompts: Sequence[Any], options: Any, shape: replies.ReplyShape, *, chat: bool
+    ) -> Response:
+        """n choices for each prompt."""
+        self._require_model(asked.model)
+        if asked.stream_options is not None and not asked.stream:
+            raise BadRequest("[server] stream_options needs stream: true", "stream_options")
         deadline = time.monotonic() + self._limits.request_s
         logged = request_log.of(request)
         texts, n = asked.texts, asked.n or 1
@@ -396,15 +437,15 @@ class Server:
         return found
 
     async def _stream(
-        self, choices: Choices, first: Told | None, texts: int, shape: replies.Shape, usage: bool, logged: request_log.LoggedRequest
+        self, choices: Choices, first: Told | None, texts: int, shape: replies.ReplyShape, usage: bool, logged: request_log.LoggedRequest
     ) -> AsyncIterator[str]:
         """Events of a reply, those of its choices as they come. An error comes as the last one, since the status is sent. While nothing
         comes, comments do."""
         shapes = [shape.choice(index) for index in range(choices.left)]
         told = first
         try:
-            if shape.chat:
-                yield "".join(each.first() for each in shapes)
+            if started := "".join(each.first() for each in shapes):
+                yield started
             while choices.left:
                 if told is None:
                     yield replies.WAITING
@@ -427,7 +468,8 @@ class Server:
             used = replies.usage(choices.whole(), texts)
             if usage:
                 yield shape.usage(used)
-            yield shapes[-1].done(used)
+            if ending := shapes[-1].done(used):
+                yield ending
         except ServerError as e:
             logged.error = e
             yield shapes[-1].error(e)

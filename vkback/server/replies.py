@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from vkback.api import Chunk, Result, TokenLogprob
 from vkback.api.message import MessageReader, Piece
@@ -81,6 +81,27 @@ def _timed(what: str, count: int, seconds: float) -> dict[str, Any]:
     }
 
 
+class ReplyShape(Protocol):
+    """The JSON of a reply in the form of one API: `whole` as one object, the rest as text of events. `choice` gives the same for another
+    choice of the reply."""
+
+    def choice(self, index: int) -> ReplyShape: ...
+
+    def whole(self, results: Sequence[Result], usage: dict[str, Any]) -> Any: ...
+
+    def first(self) -> str: ...
+
+    def piece(self, chunk: Chunk) -> str: ...
+
+    def last(self, result: Result) -> str: ...
+
+    def usage(self, usage: dict[str, Any]) -> str: ...
+
+    def done(self, usage: dict[str, Any]) -> str: ...
+
+    def error(self, error: ServerError) -> str: ...
+
+
 @dataclass
 class Shape:
     """What all bodies of one choice share.
@@ -90,6 +111,7 @@ class Shape:
     ids     choices have `token_ids`, for the model has no vocabulary and the text is empty
     reader  makes what tells thoughts, answer and calls apart
     legacy  a call is a `function_call`, as before there were tools
+    echo    the prompts, where they stand in front of their texts, of which each has so many
     """
 
     id: str
@@ -104,6 +126,8 @@ class Shape:
     fingerprint: str = ""
     reader: Callable[[], MessageReader] = MessageReader
     legacy: bool = False
+    echo: Sequence[str] = ()
+    texts: int = 1
 
     def __post_init__(self) -> None:
         self._reader = self.reader()
@@ -131,7 +155,7 @@ class Shape:
                 message |= {"function_call": _function(calls[0])} if self.legacy else {"tool_calls": [call.plain() for call in calls]}
             choice: dict[str, Any] = {"message": message}
         else:
-            choice = {"text": result.text} | self._ids(result.tokens)
+            choice = {"text": self._echoed() + result.text} | self._ids(result.tokens)
         return self._choice(choice, result.logprobs, self._finish(finish))
 
     def _finish(self, finish: str) -> str:
@@ -143,9 +167,15 @@ class Shape:
     def _ids(self, tokens: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(tokens)} if self.ids else {}
 
+    def _echoed(self) -> str:
+        """What stands in front of a choice's text."""
+        return self.echo[self.index // self.texts] if self.echo else ""
+
     def first(self) -> str:
-        """Of a chat: who speaks."""
-        return self._event({"delta": {"role": "assistant", "content": ""}}) if self.chat else ""
+        """Of a chat who speaks; else what is repeated of the prompt."""
+        if self.chat:
+            return self._event({"delta": {"role": "assistant", "content": ""}})
+        return self._event({"text": echo}) if (echo := self._echoed()) else ""
 
     def piece(self, chunk: Chunk) -> str:
         if not self.chat:

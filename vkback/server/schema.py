@@ -47,7 +47,9 @@ def nothing_but(*allowed: Any, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class _Strict(BaseModel):
+class JsonFields(BaseModel):
+    """Fields of a JSON object, checked as they came: a text is no number."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     MAY_BE_EMPTY: ClassVar[tuple[str, ...]] = ()
@@ -69,14 +71,14 @@ def _without_empty_stops(value: Any) -> Any:
     return None if value == "" else value
 
 
-class StreamOptions(_Strict):
+class StreamOptions(JsonFields):
     """include_usage: a last event with the number of tokens."""
 
     include_usage: bool = Field(default=False, description="true or false")
     include_obfuscation: bool = Field(default=False, description="true or false")
 
 
-class JsonSchema(_Strict):
+class JsonSchema(JsonFields):
     """schema: what the reply is held to; without it any object. name, description and strict change nothing: a reply never differs from
     its schema."""
 
@@ -86,7 +88,7 @@ class JsonSchema(_Strict):
     strict: bool | None = Field(default=None, description="true or false")
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(JsonFields):
     """text; json_object, any JSON object; json_schema, JSON of the schema in the field of that name."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description='"text", "json_object" or "json_schema"')
@@ -106,7 +108,7 @@ class ResponseFormat(_Strict):
         return json.dumps({"type": "object"} if found is None else found)
 
 
-class _Sampling(_Strict):
+class Sampling(JsonFields):
     """What both endpoints take. top_k, min_p, repeat_penalty and ignore_eos are not OpenAI's. user, safety_identifier, prompt_cache_key,
     metadata, store and service_tier change nothing."""
 
@@ -171,17 +173,23 @@ class _Sampling(_Strict):
         return options
 
 
-class CompletionRequest(_Sampling):
-    """POST /v1/completions. prompt: one, or several, each of which gets n choices. logprobs: how many of the likeliest tokens to tell at
-    each step. best_of: texts that are made for a prompt; the n whose tokens are the likeliest on average are its choices."""
+class CompletionRequest(Sampling):
+    """POST /v1/completions.
+
+    prompt    one, or several, each of which gets n choices
+    logprobs  how many of the likeliest tokens to tell at each step
+    best_of   texts that are made for a prompt; the n whose tokens are the likeliest on average are its choices
+    suffix    what stands behind the text that is made, for models that were trained to fill in
+    echo      the prompt stands in front of the text
+    """
 
     prompt: PromptText | TokenIds | Annotated[list[PromptText], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)] = (
         Field(description="a text or a list of token ids, neither of them empty, or a list of such")
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
-    echo: Literal[False] | None = Field(default=None, description="false: the prompt is not repeated")
+    echo: bool | None = Field(default=None, description="true or false")
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
-    suffix: Annotated[None, nothing_but(why="no text can be put behind the reply; leave it out")] = None
+    suffix: str | None = Field(default=None, description="a text")
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
@@ -189,6 +197,10 @@ class CompletionRequest(_Sampling):
             raise ValueError(f"best_of is {self.best_of}, expected at least n, which is {self.n or 1}")
         if self.best_of is not None and self.best_of > (self.n or 1) and self.stream:
             raise ValueError("best_of above n needs stream: false, for the best are known at the end alone")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported, for those of the prompt are not known; leave one of them out")
+        if self.suffix and not (isinstance(self.prompt, str) or isinstance(self.prompt[0], str)):
+            raise ValueError("suffix needs a prompt that is a text")
         return self
 
     @property
@@ -220,7 +232,7 @@ PARTS_OF_OTHERS = {
 }
 
 
-class TextPart(_Strict):
+class TextPart(JsonFields):
     """A piece of a message's content."""
 
     type: Literal["text", "input_text", "output_text", "refusal"] = Field(default="text", description='"text"')
@@ -237,14 +249,14 @@ class TextPart(_Strict):
         return data
 
 
-class CalledFunction(_Strict):
+class CalledFunction(JsonFields):
     """What a call of a message calls. arguments: JSON, or the object that it stands for."""
 
     name: Annotated[str, Field(min_length=1)] = Field(description="the name of a function, a text")
     arguments: str | dict[str, Any] = Field(default="{}", description='a text of JSON, as "{\\"city\\": \\"Oslo\\"}"')
 
 
-class MessageCall(_Strict):
+class MessageCall(JsonFields):
     """A call of an assistant's message, as its reply had it."""
 
     id: str | None = Field(default=None, description="a text")
@@ -261,7 +273,7 @@ FUNCTION_CALL_ID = "call_function"
 """Of calls and results in the form that OpenAI had before tools, which have none."""
 
 
-class ChatMessage(_Strict):
+class ChatMessage(JsonFields):
     """role: a template says which it knows. What replies have, also those of others, may come back; audio may not.
 
     reasoning_content, reasoning  given to the template
@@ -317,7 +329,7 @@ class ChatMessage(_Strict):
         return {"role": role, "content": content or self.refusal or ""} | {k: v for k, v in optional.items() if v is not None}
 
 
-class ChatRequest(_Sampling):
+class ChatRequest(Sampling):
     """POST /v1/chat/completions. functions and function_call are tools as OpenAI had them before. What goes to the template:
     chat_template_kwargs, and by names of their own enable_thinking, reasoning_effort, documents and add_generation_prompt.
     continue_final_message is what happens anyway.
@@ -400,7 +412,7 @@ class ChatRequest(_Sampling):
         return options
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(JsonFields):
     """POST /tokenize. add_special: what the model puts around a text; parse_special: names of special tokens are those; with_pieces: the
     text of each token, too."""
 
@@ -410,7 +422,7 @@ class TokenizeRequest(_Strict):
     with_pieces: bool = Field(default=False, description="true or false")
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(JsonFields):
     """POST /detokenize."""
 
     tokens: list[TokenId] = Field(description="a list of token ids")
