@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import vkback
+from vkback.api import GenerateOptions
+from vkback.checks import OptionError
 from vkback.device import Device
-from vkback.engine.drafts import DraftError, Drafts
+from vkback.engine.drafts import DraftError, Drafts, Pace
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.models import ARCHITECTURES
 from vkback.models.synth import synthesize
@@ -131,16 +137,18 @@ def judged(engine: Engine, sampler: Sampler, prompt: Sequence[int], text: Sequen
 
 
 @pytest.mark.vulkan
-def test_widths_that_change_within_a_text_give_it_within_rounding(tmp_path: Path, device: Device) -> None:
+def test_widths_that_change_within_a_text_give_it_within_rounding(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
     synthesize("tiny-llama-Q8_0", path)
+    widths = cycle((1, 4, 16, 8, 1, 16, 4))
+    monkeypatch.setattr(Pace, "_best", lambda self, times: next(widths))
     with Engine.load(path, device, n_ctx=512, act="f32") as engine:
-        sampler, prompt = Sampler(logit_bias=tuple((i, 3.0) for i in (5, 6, 7))), (*PROMPT, *PROMPT)
-        plain = made(engine, prompt, sampler, None, 300)
-        assert made(engine, prompt, sampler, Drafts(), 300) == plain
-        assert engine.draft_counts.accepted > 100, "the text repeats itself"
-        assert made(engine, prompt, sampler, Drafts(most=3), 300) == plain
-        assert len(engine.draft_counts.by_place) <= 3
+        for name in ("temperature", "penalties"):
+            plain = made(engine, PROMPT, SAMPLERS[name], None, 150)
+            some = drafts_about(PROMPT, plain, engine.model.hp.n_vocab)["some"]
+            assert made(engine, PROMPT, SAMPLERS[name], Drafts(known=some), 150) == plain
+            assert engine.draft_counts.accepted > 20
+            assert made(engine, PROMPT, SAMPLERS[name], Drafts(), 150) == plain
 
 
 @pytest.mark.vulkan
@@ -160,6 +168,59 @@ def test_results_of_a_submit_are_its_own_whatever_runs_behind_it(llama: Engine, 
     for _ in range(3):
         assert made(llama, PROMPT, sampler, None, 9, eos=True) == text
         made(llama, PROMPT, sampler, None, 1)  # whose submit takes the next read-back
+
+
+@pytest.mark.vulkan
+def test_an_exact_engine_gives_a_text_its_bits_in_steps_of_any_width(tmp_path: Path, device: Device) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, exact=True) as engine:
+        for sampler in (Sampler(), SAMPLERS["temperature"]):
+            plain = made(engine, PROMPT, sampler, None)
+            known = tuple([*PROMPT, *plain[:25], *[3] * 40])
+            assert made(engine, PROMPT, sampler, Drafts(pinned=4, known=known)) == plain
+            assert engine.draft_counts.accepted > 10
+
+
+@pytest.mark.vulkan
+def test_python_drafts_and_tells(device: Device) -> None:
+    prompt = 3 * "the old man went down to the river with his horse and his dog, and "
+    options: GenerateOptions = {"max_tokens": 90, "temperature": 0.0, "ignore_eos": True}
+    with vkback.load("demo-dense", device.index, 512, act="f32", spec_type="ngram-simple") as model:
+        plain = model.generate(prompt, draft_max=0, max_tokens=90, temperature=0, ignore_eos=True)
+        assert (plain.timings.draft_tokens, plain.timings.draft_accepted) == (0, 0)
+        results = [model.generate(prompt, **options) for _ in range(2)]
+        for result in results:
+            assert result.tokens == plain.tokens, "what it copies is sure"
+            assert 30 < result.timings.draft_accepted <= result.timings.draft_tokens
+        with model.stream(prompt, **options) as stream:
+            assert "".join(piece.text for piece in stream) == plain.text
+        session = model.session()
+        session.generate(prompt, max_tokens=40, temperature=0, ignore_eos=True)
+        session.generate(max_tokens=50, temperature=0, ignore_eos=True)
+        assert session.tokens[-90:] == plain.tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"spec_type": "ngram-map-k"}, "spec_type is 'ngram-map-k' .str., expected one of none, ngram-simple"),
+        ({"draft_max": 2, "draft_min": 3}, "draft_min is 3 .int., expected at most draft_max, 2"),
+        ({"spec_pinned": 5}, "spec_pinned is 5 .int., expected 4, 8, 16, or 0"),
+        ({"draft_max": -1}, "draft_max is -1 .int., expected a whole number, 0 or more"),
+    ],
+)
+def test_how_texts_draft_is_checked_when_it_is_said(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        LoadOptions(**given)
+
+
+def test_drafts_by_default_are_those_of_a_gpu() -> None:
+    assert LoadOptions().drafts(software=True) is None
+    assert LoadOptions().drafts(software=False) == Drafts()
+    assert LoadOptions(spec_type="none").drafts(software=False) is None
+    assert LoadOptions(spec_type="none", spec_pinned=8).drafts(software=False) == Drafts(0, pinned=8)
+    assert LoadOptions(draft_max=3, draft_min=2).drafts(software=False) == Drafts(3, 2)
 
 
 MARGIN = 2e-3

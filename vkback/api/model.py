@@ -33,6 +33,7 @@ from vkback.api.tools.known import GENERAL, format_of
 from vkback.api.tools.use import ToolLike, ToolUse
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
+from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.evaluate.perplexity import OnScored, Perplexity
@@ -67,6 +68,11 @@ def load(
     cache_type_v: str = "f16",
     exact: bool = False,
     sequences: int | None = None,
+    spec_type: str | None = None,
+    draft_max: int | None = None,
+    draft_min: int = 0,
+    spec_pinned: int = 0,
+    spec_earlier: bool = False,
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
     progress: bool | Report = False,
@@ -80,6 +86,11 @@ def load(
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
     exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
     sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers, else 64
+    spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "none"; default:
+              the first, but none on CPU drivers. docs/drafts.md tells when a text has the same bits
+    draft_max, draft_min  drafts of a step, at most and at least
+    spec_pinned  4, 8 or 16 tokens in every step: the text has the same bits whatever is drafted
+    spec_earlier  drafts from earlier texts, too
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
@@ -93,6 +104,11 @@ def load(
         cache_type_v=cache_type_v,
         exact=exact,
         sequences=sequences,
+        spec_type=spec_type,
+        draft_max=draft_max,
+        draft_min=draft_min,
+        spec_pinned=spec_pinned,
+        spec_earlier=spec_earlier,
         lora=adapters_given(lora, lora_scale),
         progress=reported(progress),
     )
@@ -116,7 +132,7 @@ def open_model(
     where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
     begun = time.perf_counter()
     engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
-    return LoadedModel(engine, time.perf_counter() - begun, options.sequences)
+    return LoadedModel(engine, time.perf_counter() - begun, options.sequences, options.drafts(software=engine.device.caps.software))
 
 
 def reported(progress: bool | Report, who: str = "model") -> Report | None:
@@ -181,10 +197,10 @@ class LoadedModel:
     `stream_chat` begin with an empty context, so the same call gives the same text whatever ran before; a `session` keeps its text.
     """
 
-    def __init__(self, engine: Engine, load_s: float = 0.0, sequences: int | None = None) -> None:
-        """Use `vkback.load`. load_s: seconds that it took. sequences: as there."""
+    def __init__(self, engine: Engine, load_s: float = 0.0, sequences: int | None = None, drafts: Drafts | None = None) -> None:
+        """Use `vkback.load`. load_s: seconds that it took. sequences: as there. drafts: those that texts may have."""
         self.engine = engine
-        self._sequences = sequences
+        self._sequences, self._drafts = sequences, drafts
         self.load_s = load_s
         self._lock = threading.Lock()
         self._user: tuple[int, str] | None = None
@@ -280,6 +296,14 @@ class LoadedModel:
     def sequences(self) -> int:
         """Texts of a batch that run at once, at most."""
         return self._sequences or (CPU_SEQUENCES if self.engine.device.caps.software else SEQUENCES)
+
+    def drafts(self, options: Options) -> Drafts | None:
+        """Those that a text of these options may have."""
+        found = self._drafts
+        if found is None or options.draft_max is None:
+            return found
+        most = min(options.draft_max, found.most)
+        return replace(found, most=most, least=min(found.least, most))
 
     # -- text
 

@@ -40,6 +40,7 @@ class GenerateOptions(TypedDict, total=False):
     logits_processor
                  a function or several that change the logits of each token in turn, before all else: (tokens so far, logits) -> logits, or
                  None where they were changed in place. The slow way: each token waits for its logits, and is picked on the host
+    draft_max    drafts of a step at most, 0 for none; None: as the model was loaded
     json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole: a dict, JSON, or a class of
                  pydantic; needs `vkback[json]`
     """
@@ -59,6 +60,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     ignore_eos: bool
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
+    draft_max: int | None
     json_schema: Mapping[str, Any] | str | type | None
 
 
@@ -87,6 +89,7 @@ class Options:
     logprobs: int | None = None
     ignore_eos: bool = False
     logits_processor: tuple[LogitsProcessor, ...] = ()
+    draft_max: int | None = None
     json_schema: str | None = None
 
     @classmethod
@@ -212,6 +215,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "logprobs": _count,
     "ignore_eos": given.flag,
     "logits_processor": _processors,
+    "draft_max": _count,
     "json_schema": _schema,
 }
 """Each option's check: takes its name and what was given, returns what it stands for."""
@@ -227,5 +231,7 @@ ELSEWHERE = {
     "response_format": "json_schema",
     "logits_processors": "logits_processor",
     "top_logprobs": "logprobs",
+    "spec_draft_n_max": "draft_max",
+    "num_draft_tokens": "draft_max",
 }
 """What other programs call them."""

@@ -21,6 +21,7 @@ class Timings:
     reused_tokens  of the prompt that were in the KV cache already
     prompt_tokens  of the prompt that were not; all but the last went through the model in prompt_s, the last with the first one generated
     decode_tokens  generated, in decode_s
+    draft_tokens, draft_accepted  drafts that went through the model with them, and those that it picked itself
     """
 
     compile_s: float = 0.0
@@ -29,6 +30,8 @@ class Timings:
     prompt_s: float = 0.0
     decode_tokens: int = 0
     decode_s: float = 0.0
+    draft_tokens: int = 0
+    draft_accepted: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -66,7 +66,9 @@ class Session:
             self._check_room(len(self._tokens) + len(new))
             reused = engine.n_past
             self._tokens += new
-            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint))
+            return self.model.streaming(
+                Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, None, self.model.drafts(checked))
+            )
 
     @with_keywords
     def chat(
@@ -164,7 +166,9 @@ class Session:
                 reused = 0
                 engine.rewind(0)
             self._tokens = ids
-            return self.model.streaming(Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, reader))
+            return self.model.streaming(
+                Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, reader, self.model.drafts(checked))
+            )
 
     def reset(self) -> None:
         """Forget the text."""

@@ -17,6 +17,7 @@ from vkback.api.options import Options
 from vkback.api.result import Chunk, Result, Timings
 from vkback.api.text import GeneratedText
 from vkback.engine.constraint import Constraint
+from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.host_loop import generate_on_host
 
@@ -40,10 +41,12 @@ class Stream(Iterator[Chunk]):
         warm: set[tuple[bool, ...]],
         constraint: Constraint | None = None,
         reader: MessageReader | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         """text: all tokens so far, of which the engine has taken n_past; tokens that are made are added to it. warm: kinds of sampler whose
-        kernels have run. constraint: what the text must be. reader: of a reply that has thoughts beside the answer."""
-        self._warm = warm
+        kernels have run. constraint: what the text must be. reader: of a reply that has thoughts beside the answer.
+        drafts: those that it may have."""
+        self._warm, self._drafts = warm, drafts
         self._constraint = constraint
         self._engine, self._text, self._options, self._using = engine, text, options, using
         self._out = GeneratedText(engine.model, options, reused, reader)
@@ -133,7 +136,9 @@ class Stream(Iterator[Chunk]):
                 engine, self._text, n, processors, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint
             )
         else:
-            tokens = engine.generate(fed[-1], n, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint)
+            tokens = engine.generate(
+                fed[-1], n, sampler=sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint, drafts=self._drafts
+            )
         decode_s = 0.0
         with contextlib.closing(tokens):  # here: what an iterator raises where it is thrown away, Ctrl-C for one, is printed as ignored
             while out.finish is None:
@@ -148,6 +153,8 @@ class Stream(Iterator[Chunk]):
                     prompted - start,
                     len(out.made) + (token is not None),
                     decode_s - again.seconds,
+                    engine.draft_counts.drafted,
+                    engine.draft_counts.accepted,
                 )
                 if token is None:
                     whole = constraint is not None and constraint.ended

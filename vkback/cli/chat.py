@@ -34,11 +34,16 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     ContextOption,
     DeviceOption,
+    DraftMaxOption,
+    DraftMinOption,
     ExactOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
     ModelOption,
+    SpecEarlierOption,
+    SpecPinnedOption,
+    SpecTypeOption,
     UbatchOption,
     UsageError,
     adapters_of,
@@ -102,6 +107,11 @@ def chat(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    spec_type: SpecTypeOption = None,
+    draft_max: DraftMaxOption = None,
+    draft_min: DraftMinOption = 0,
+    spec_pinned: SpecPinnedOption = 0,
+    spec_earlier: SpecEarlierOption = False,
     lora: LoraOption = None,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
@@ -126,7 +136,19 @@ def chat(
     variables = template_variables(template_kwargs)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     how = load_options(
-        ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+        ctx=ctx,
+        act=act,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        exact=exact,
+        spec_type=spec_type,
+        draft_max=draft_max,
+        draft_min=draft_min,
+        spec_pinned=spec_pinned,
+        spec_earlier=spec_earlier,
+        lora=adapters,
+        progress=bars(),
     )
     with load_model(model_path(model), device, how) as loaded:
         interrupts = NotedInterrupts()
@@ -294,7 +316,9 @@ class Conversation:
             return context
         return (
             f"prompt   {t.prompt_tokens} tokens read in {t.prompt_s:.2f} s, {t.reused_tokens} known before\n"
-            f"reply    {t.decode_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tokens_per_s:.2f} t/s\n{context}"
+            f"reply    {t.decode_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tokens_per_s:.2f} t/s\n"
+            + (f"drafts   {t.draft_tokens} tokens, {t.draft_accepted} accepted\n" if t.draft_tokens else "")
+            + context
         )
 
 

@@ -32,12 +32,16 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     ContextOption,
     DeviceOption,
+    DraftMaxOption,
+    DraftMinOption,
     ExactOption,
     JsonOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
     ModelOption,
+    SpecPinnedOption,
+    SpecTypeOption,
     UbatchOption,
     UsageError,
     adapters_of,
@@ -87,6 +91,10 @@ def generate(
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
     exact: ExactOption = False,
+    spec_type: SpecTypeOption = None,
+    draft_max: DraftMaxOption = None,
+    draft_min: DraftMinOption = 0,
+    spec_pinned: SpecPinnedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
@@ -120,6 +128,10 @@ def generate(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
+        spec_type=spec_type,
+        draft_max=draft_max,
+        draft_min=draft_min,
+        spec_pinned=spec_pinned,
         lora=adapters_of(lora, lora_scaled, lora_scale),
         progress=bars(prompts=True),
     )
@@ -186,6 +198,9 @@ def generate(
         print(ready, file=sys.stderr)
     print(f"prompt     {speed(len(ids), timings.prompt_s, len(ids) - 1)}", file=sys.stderr)
     print(f"generation {speed(timings.decode_tokens, timings.decode_s)}", file=sys.stderr)
+    if timings.draft_tokens:
+        share = timings.draft_accepted / timings.draft_tokens
+        print(f"drafts     {timings.draft_tokens:5} tokens, {timings.draft_accepted} accepted ({share:.0%})", file=sys.stderr)
     if loaded.template is not None and sys.stderr.isatty():
         print("vkback: this model was trained on conversations; vkback chat talks to it by its template", file=sys.stderr)
 

@@ -74,6 +74,26 @@ ExactOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
+SpecTypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--spec-type", help="Drafts of the next tokens: ngram-simple (copies in the text), none [default: the first; on a CPU, none]."
+    ),
+]
+DraftMaxOption = Annotated[
+    int | None,
+    typer.Option(
+        "--spec-draft-n-max", "--draft-max", "--draft", "--draft-n", min=0, help="Drafts of a step at most [default: as pays, 15]."
+    ),
+]
+DraftMinOption = Annotated[
+    int, typer.Option("--spec-draft-n-min", "--draft-min", "--draft-n-min", min=0, help="Fewer drafts than so many are not tried.")
+]
+SpecPinnedOption = Annotated[
+    int, typer.Option("--spec-pinned", min=0, help="4, 8 or 16 tokens in every step: the same bits whatever is drafted; slower.")
+]
+SpecEarlierOption = Annotated[bool, typer.Option("--spec-earlier", help="Draft from earlier texts, too.")]
+
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
 PICTURES = ("png", "svg", "pdf")

@@ -53,6 +53,7 @@ class Drafts:
     least    fewer than so many are not tried
     match    tokens that must agree before a place of the text is copied from
     pinned   columns of every step, also of those without drafts: every token then has the same bits whatever the drafts are. 0: as pays
+    earlier  drafts also from texts that the engine has left
     known    drafts by position of the text, -1 for none, in place of those that are found: for tests and measurements
     """
 
@@ -60,6 +61,7 @@ class Drafts:
     least: int = 0
     match: int = 1
     pinned: int = 0
+    earlier: bool = False
     known: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -182,7 +184,8 @@ class Submitted:
 class Pace:
     """What the next submit of a text of n tokens is.
 
-    times   None: none of the programs for steps with drafts is ready
+    times   None: no drafts yet. A text's first ones begin with a new Pace, which may have to wait until they are compiled and measured; so
+            the same text is made by the same steps whether or not they were
     """
 
     def __init__(self, drafts: Drafts | None, n: int, at_once: int, probe: Probe | None, times: StepTimes | None) -> None:
@@ -207,7 +210,7 @@ class Pace:
 
     @property
     def wants_drafts(self) -> bool:
-        """Whether drafts would pay that nothing is ready for."""
+        """Whether drafts would pay for the first time."""
         return self._times is None and self.probe is not None and self._n - self.made >= 2 * WINDOW and self._best(GUESSED) > 1
 
     def next(self) -> Submitted | None:

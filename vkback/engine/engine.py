@@ -79,7 +79,8 @@ class _Run:
     kind    as of `loop_kind`
     eos     ids that end the text
     ended   why it came to an end before that: "timed out" (a spin-wait), "overflow" (of f16), "wants drafts" (which are not ready)
-    counts  of its drafts
+    drafting  steps with drafts may run; else they only could
+    before  drafts of the text before this run
     """
 
     first: int
@@ -91,10 +92,11 @@ class _Run:
     constraint: Constraint | None = None
     drafts: Drafts | None = None
     probe: Probe | None = None
+    drafting: bool = False
     constrained: bool = False
     made: int = 0
     ended: str = ""
-    counts: DraftCounts = field(default_factory=DraftCounts)
+    before: DraftCounts = field(default_factory=DraftCounts)
 
     def __post_init__(self) -> None:
         self.constrained |= self.constraint is not None
@@ -625,15 +627,17 @@ class Engine:
         # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
         needs_host = on_logits is not None or constraint is not None
         drafts = self._possible(drafts, needs_host)
-        probe = Probe([*self._fed, first], self._earlier) if drafts is not None and not drafts.pinned else None
+        probe: Probe | None = None
         if drafts is not None and drafts.pinned:
             self.prepare_drafts(first, sampler, drafts)
-        made = 0
+        elif drafts is not None:
+            probe = Probe([*self._fed, first], self._earlier if drafts.earlier else ())
+        made, drafting = 0, False
         while made < n:
-            run = _Run(first, n - made, sampler, kind, self.end_ids(stop_at_eos), on_logits, constraint, drafts, probe)
+            run = _Run(first, n - made, sampler, kind, self.end_ids(stop_at_eos), on_logits, constraint, drafts, probe, drafting)
+            run.before = self.draft_counts
             yield from self._submits(run)
             made, first = made + run.made, run.first
-            self.draft_counts = self.draft_counts + run.counts
             if run.ended == "timed out":
                 self.use_barriers(TIMED_OUT)
                 if drafts is not None and drafts.pinned:
@@ -643,7 +647,9 @@ class Engine:
                 log.warning("going on without drafts: %s", self._no_drafts)
                 drafts = probe = None
             elif run.ended == "wants drafts" and drafts is not None:
-                self.prepare_drafts(first, sampler, drafts)
+                drafting = True
+                if kind not in self._draft_programs.times:
+                    self.prepare_drafts(first, sampler, drafts)
             else:
                 return
 
@@ -701,7 +707,7 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.save(self.n_past)
         self._begin_loop(run)
-        tokens, times = self._token_programs, self._draft_programs.times.get(run.kind) if run.drafts is not None else None
+        tokens, times = self._token_programs, self._draft_programs.times.get(run.kind) if run.drafting else None
         in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
         pace = Pace(run.drafts, run.n, at_once, run.probe, times)
         step, status = 0, STATUS_RUNNING
@@ -730,7 +736,7 @@ class Engine:
                 if run.ended in ("timed out", "overflow"):
                     return
                 if columns > 1:
-                    run.counts = self._draft_programs.counts(number)
+                    self.draft_counts = run.before + self._draft_programs.counts(number)
                 words = back.result.map().view(np.int32)
                 step, status = int(words[0]), int(words[1])
                 ids = [int(words[LOOP_RING + i % RING]) for i in range(run.made, min(step, run.n))]
@@ -768,8 +774,8 @@ class Engine:
             vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
             self.device.upload(inputs["bias"], run.sampler.bias(vocab))
             self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
-        if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.kind in self._draft_programs.times):
-            self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier)
+        if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
+            self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier if run.drafts.earlier else ())
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from vkback import checks
+from vkback.engine.drafts import CLASSES, MOST, Drafts
 from vkback.engine.weights import REPACKS, Repack
 from vkback.events import Report
 from vkback.models.adapter import Given, given
 from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
 from vkback.plan.passes.fuse import FUSIONS
+
+SPEC_TYPES = ("none", "ngram-simple")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class LoadOptions:
     exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
     sequences  texts of a batch that run at once, at most; None: as many as pay (vkback/api/model.py)
     lora    adapter files (vkback/models/adapter.py)
+    spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
+            the latter, but none on CPU drivers, which take seconds to compile a step of each width
+    draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for
+    spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
+    spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
     progress  called with how far loads, compiles and prompts are (vkback/events.py), from any thread
@@ -38,6 +46,11 @@ class LoadOptions:
     exact: bool = False
     sequences: int | None = None
     lora: tuple[Given, ...] = ()
+    spec_type: str | None = None
+    draft_max: int | None = None
+    draft_min: int = 0
+    spec_pinned: int = 0
+    spec_earlier: bool = False
     fusion: str = "all"
     repack: Repack | None = None
     progress: Report | None = None
@@ -49,6 +62,16 @@ class LoadOptions:
         for name in ("cache_type_k", "cache_type_v"):
             value = getattr(self, name)
             self._set(name, checks.choice(name, value.lower() if isinstance(value, str) else value, CACHE_WORDS))
+        for name in ("draft_max", "draft_min", "spec_pinned"):
+            value = getattr(self, name)
+            self._set(name, None if value is None and name == "draft_max" else checks.whole(name, value, "a whole number, 0 or more", 0))
+        if self.draft_max is not None and self.draft_min > self.draft_max:
+            raise checks.wrong("draft_min", self.draft_min, f"at most draft_max, {self.draft_max}")
+        if self.spec_pinned and self.spec_pinned not in CLASSES:
+            raise checks.wrong("spec_pinned", self.spec_pinned, f"{', '.join(map(str, CLASSES))}, or 0")
+        if self.spec_type is not None:
+            checks.choice("spec_type", self.spec_type, SPEC_TYPES)
+        self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
         checks.choice("act", self.act, ACTS)
         checks.choice("fusion", self.fusion, FUSIONS)
         if self.repack is not None:
@@ -57,6 +80,14 @@ class LoadOptions:
         self._set("lora", given(self.lora))
         if self.progress is not None and not callable(self.progress):
             raise checks.wrong("progress", self.progress, "a function, or None")
+
+    def drafts(self, *, software: bool) -> Drafts | None:
+        """What texts may draft; software: on a CPU driver."""
+        wanted = self.spec_type or ("none" if software and not self.spec_pinned else "ngram-simple")
+        if wanted == "none" and not self.spec_pinned:
+            return None
+        most = 0 if wanted == "none" else MOST if self.draft_max is None else min(self.draft_max, MOST)
+        return Drafts(most, min(self.draft_min, most), pinned=self.spec_pinned, earlier=self.spec_earlier)
 
     def _set(self, name: str, value: Any) -> None:
         """The value as it is kept: numpy's numbers as Python's, words in lower case."""
