@@ -15,6 +15,7 @@ from vkback.api import LoadedModel
 from vkback.cli import run as generate
 from vkback.cli import vkbench, vkbench_batch
 from vkback.device import Device
+from vkback.engine.drafts import DraftCounts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -94,6 +95,7 @@ class FakeEngine:
         self.calls: list[tuple[Any, ...]] = []
         self.loaded: list[tuple[Any, ...]] = []
         self.prepared: list[tuple[bool, bool, bool]] = []
+        self.draft_counts = DraftCounts()
         self.compiled = CompileTotals()
         self.n_past = 0
         self.lora: tuple[Any, ...] = ()
@@ -133,7 +135,7 @@ class FakeEngine:
         self.calls.append(("prompt", len(tokens)))
 
     def generate(
-        self, first: int, n: int, *, sampler: Any, stop_at_eos: bool, on_logits: Any = None, constraint: Any = None
+        self, first: int, n: int, *, sampler: Any, stop_at_eos: bool, on_logits: Any = None, constraint: Any = None, drafts: Any = None
     ) -> Generator[int, None, None]:
         self.sampler = sampler
         self.calls.append(("generate", n, stop_at_eos))

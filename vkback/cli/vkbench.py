@@ -129,7 +129,7 @@ def bench(
 ) -> None:
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128.
 
-    vkbench batch measures many sequences at once, vkbench serve a server with many clients; each has its own --help.
+    vkbench batch measures many sequences at once, vkbench spec drafts, vkbench serve a server with many clients; each has its own --help.
     """
     tests = plan_tests(names or [], prompts or [], gens or [], pairs or [], depths or [])
     files = [model_path(m) for m in models] if models else paths.builtin_models()
@@ -259,6 +259,7 @@ add_command(app, bench, cls=BenchCommand)
 
 COMMANDS = {
     "batch": ("vkbench_batch:batch", "Many sequences at once, in the table of llama-batched-bench."),
+    "spec": ("vkbench_spec:spec", "Drafts: tokens per second by kind of task, and at made acceptance."),
     "serve": ("vkbench_serve:serve", "Many clients of a server: tokens per second, and waiting times."),
 }
 """As those of vkback/cli/main.py: what vkbench measures beside a model alone."""
@@ -268,7 +269,7 @@ def app_of(asked: str) -> typer.Typer:
     """The command line of what is asked for: one with COMMANDS, or that of a model alone, which takes names of tests."""
     if asked not in COMMANDS:
         return app
-    found = new_app("Many sequences at once, and many clients.")
+    found = new_app("Many sequences at once, drafts, and many clients.")
     for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
         command = getattr(import_module(f"vkback.cli.{file}"), function)
