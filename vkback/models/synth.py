@@ -1,8 +1,8 @@
 """Synthetic models: real shapes, real type of every tensor, random weights, a made-up vocabulary.
 
 Speed does not depend on what the weights say, so a file made here in seconds times like the real one, and llama-bench prints the same name,
-size and parameter count for it. Which tensor of which layer has which type is in type_mixes.json, as llama-quantize chooses; shapes are
-those the models' makers publish.
+size and parameter count for it. Which tensor of which layer has which type is in type_mixes.json, as llama-quantize has chosen, or follows
+from its rules (vkback/models/type_choice.py); shapes are those the models' makers publish.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -32,13 +32,17 @@ from vkback.models.architecture import ARCHITECTURES
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
 from vkback.models.synth_vocabulary import add_vocabulary
+from vkback.models.type_choice import BASE, Counts, choose_types
 from vkback.paths import new_file_or, unwritable
 
 CHUNK_BYTES = 4 << 20
 """Bytes that one worker fills at a time: enough to fill a write, little enough that many workers need little memory."""
 
 UNIFORM = "Q8_0"
-"""The type of files that need no mix of a real file: llama-quantize gives all matrices this one type."""
+"""The type of tiny models: llama-quantize gives all matrices this one type."""
+
+TINY = "tiny-"
+"""What their names begin with."""
 
 
 WHOLE = "F32"
@@ -93,7 +97,8 @@ def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTens
     shape = SHAPES[shape_name]
     n_layer = _layers(name, shape, layers)
     mix = _type_mixes().get(shape_name, {}).get(type)
-    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t), dims) for t, dims in _shapes(shape, n_layer)]
+    chosen = _chosen(shape_name, type) if mix is None and not shape_name.startswith(TINY) else {}
+    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in _shapes(shape, n_layer)]
 
 
 def synthetic_size(name: str, *, layers: int | None = None) -> tuple[int, int]:
@@ -160,9 +165,22 @@ def _type_mixes() -> dict[str, Any]:
     return mixes
 
 
+@cache
+def _chosen(shape_name: str, type: str) -> dict[str, str]:
+    """The type of every matrix as the rules of llama-quantize choose it; of none for WHOLE."""
+    s = SHAPES[shape_name]
+    if type == WHOLE:
+        return {}
+    tensors = list(_shapes(s, s.n_layer))
+    is_70b = ARCHITECTURES[s.arch].sizes.get(s.n_layer) == "70B"
+    counts = Counts.of(tensors, s.n_layer, s.n_expert, s.n_head // s.n_head_kv if s.n_head_kv else 1, is_70b)
+    return choose_types(type, tensors, counts)
+
+
 def _types(shape: str) -> list[str]:
-    """Types that a shape can be written in: those of its mixes, and WHOLE."""
-    return [*_type_mixes().get(shape, (UNIFORM,)), WHOLE]
+    """Types that a shape can be written in: those of its mixes, or all that there are rules for, and WHOLE."""
+    rules = (UNIFORM,) if shape.startswith(TINY) else BASE
+    return [*_type_mixes().get(shape, rules), WHOLE]
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -196,9 +214,9 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"blk.{il}.{name}", dims
 
 
-def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
+def _type_of(mix: dict[str, dict[str, str]] | None, name: str, chosen: Mapping[str, str]) -> str:
     """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every
-    file, the rest as the mix says, else UNIFORM."""
+    file, the rest as the mix says, else as the rules of llama-quantize chose, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
     floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", *RECURRENT)
     if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
@@ -206,7 +224,7 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str) -> str:
     if stem in KEPT:
         return "F16"
     if mix is None:
-        return UNIFORM
+        return chosen.get(name, UNIFORM)
     layer = int(block.split(".")[1]) if block else None
     for type, where in mix[f"{stem}.weight"].items():
         if layer is None or where == "all" or layer in _ranges(where):
