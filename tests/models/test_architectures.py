@@ -323,6 +323,7 @@ def test_sizes_are_llama_bench_s(arch: str, keys: dict[str, Any], size: str, tmp
 # --- plans of the tiny models -------------------------------------------------------------------------------------------------------
 
 UNFUSED = {
+    "tiny-mistral4": {"CONCAT", "ROPE", "SET_ROWS", "FLASH_ATTN_EXT", "TOPK_MOE"},
     "tiny-deepseek2": {"CONCAT", "ROPE", "SET_ROWS", "FLASH_ATTN_EXT", "TOPK_MOE"},
     "tiny-gpt-oss": {"ADD_ID", "SWIGLU_OAI", "FLASH_ATTN_EXT"},
     "tiny-gpt2": {"NORM", "GELU"},
@@ -365,7 +366,7 @@ def test_tiny_models_plan_for_any_device(profile: str, name: str, tiny: Callable
     wanted = next((found for start, found in UNFUSED.items() if name.startswith(start)), {"FLASH_ATTN_EXT"})
     assert wanted <= plain.keys()
     match model.file.arch:
-        case "deepseek2":
+        case "deepseek2" | "mistral4":
             assert fused["MLA_ROPE_SET_ROWS"] == model.hp.n_layer
         case "granitehybrid":
             recurrent = {"tiny-granitehybrid": 3, "tiny-granitehybrid-moe": 2}[name]
@@ -448,6 +449,9 @@ REFUSED = [
         r"dimension_sections is \[8, 6, 5, 0\], expected integers whose sum is the 20 pairs",
         rope__dimension_sections=[8, 6, 5, 0],
     ),
+    keys("mistral4", r"temperature_length is 0, expected at least 1", rope__scaling__original_context_length=None),
+    ("mistral4", {"without": ["blk.1.ffn_gate_up_exps.weight"]}, r"tensor blk\.1\.ffn_gate_exps\.weight is missing"),
+    *lacking("mistral4", "blk.1.ffn_up_shexp.weight"),
     keys("glm4moe", r"nextn_predict_layers is 3, expected less than the 3 blocks of the file", nextn_predict_layers=3),
     keys("glm4moe", r"expert_count is 0 or missing", expert_count=None, expert_used_count=None),
     *lacking("glm4moe-large", "blk.1.attn_q_norm.weight", "blk.2.exp_probs_b.bias", "blk.1.attn_k.bias"),

@@ -234,6 +234,15 @@ def test_rows_are_stored_before_the_first_layer_that_reads_them(profile: str, ti
             stored |= {t.name for t in node.outputs if t.kind == "state"}
 
 
+def test_steps_of_mistral4_s_temperatures_are_the_first_context(tiny: Tiny) -> None:
+    path = tiny("tiny-mistral4")
+    assert TEMPERATURE not in nodes_of(path, n_ctx=10) and TEMPERATURE in nodes_of(path, n_ctx=11)
+    nodes = nodes_of(path)
+    assert nodes["q_pe_rope-0"].params["attn_factor"] * (1 + 0.1 * np.log(4)) == pytest.approx(1.0)
+    assert nodes["kqv_out-0"].params["scale"] == pytest.approx(48**-0.5 * (1 + 0.1 * np.log(4)) ** 2)
+    assert nodes["ffn_moe_swiglu-1"].inputs[0].shape == (1, 2, 2 * 64)
+
+
 def test_the_magnitude_of_olmo3_s_yarn_is_the_file_s(tiny: Tiny) -> None:
     own = nodes_of(tiny("tiny-olmo3"))["Qcur_rope-3"].params["attn_factor"]
     assert own * (1 + 0.1 * np.log(8)) == pytest.approx(1.3)

@@ -15,11 +15,10 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Conf
 from references.common import Checkpoint, Logits, State, config, experts, feed_forward, fill, outer, run
 
 
-def logits(path: Path, tokens: list[int]) -> Logits:
-    """Logits [len(tokens), n_vocab]."""
-    f = Checkpoint(path)
+def latent_config(f: Checkpoint) -> dict[str, Any]:
+    """Arguments of a configuration with MLA, YaRN and experts."""
     absorbed = "blk.0.attn_k_b.weight" in f
-    rot, sigmoid = int(f.get("rope.dimension_count")), f.get("expert_gating_func") == 2
+    rot = int(f.get("rope.dimension_count"))
     mscale = f.get("rope.scaling.yarn_log_multiplier") / 0.1
     groups = int(f.get("expert_group_count", 1))
     dim_k = int(f.get("attention.key_length_mla" if absorbed else "attention.key_length"))
@@ -41,7 +40,6 @@ def logits(path: Path, tokens: list[int]) -> Logits:
         norm_topk_prob=bool(f.get("expert_weights_norm")),
         n_group=groups,
         topk_group=f.get("expert_group_used_count", 1),
-        topk_method="group_limited_greedy" if groups > 1 else "greedy",
     )
     given["rope_parameters"] |= {
         "rope_type": f.get("rope.scaling.type"),
@@ -52,9 +50,17 @@ def logits(path: Path, tokens: list[int]) -> Logits:
         "mscale": mscale,
         "mscale_all_dim": mscale,
     }
+    return given
+
+
+def logits(path: Path, tokens: list[int]) -> Logits:
+    """Logits [len(tokens), n_vocab]."""
+    f = Checkpoint(path)
+    sigmoid, groups = f.get("expert_gating_func") == 2, int(f.get("expert_group_count", 1))
+    given = latent_config(f) | {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     state = outer(f)
     for il in range(f.get("block_count")):
-        _attention(f, state, il)
+        latent_attention(f, state, il)
         if il < f.get("leading_dense_block_count"):
             feed_forward(f, state, il)
             continue
@@ -72,7 +78,8 @@ def logits(path: Path, tokens: list[int]) -> Logits:
     return run(fill(model, f, state), tokens)
 
 
-def _attention(f: Checkpoint, state: State, il: int) -> None:
+def latent_attention(f: Checkpoint, state: State, il: int) -> None:
+    """Norm, products and norms of MLA of a layer."""
     ours, theirs = f"blk.{il}", f"model.layers.{il}.self_attn"
     state[f"model.layers.{il}.input_layernorm.weight"] = f[f"{ours}.attn_norm.weight"]
     state[f"{theirs}.kv_a_layernorm.weight"] = f[f"{ours}.attn_kv_a_norm.weight"]

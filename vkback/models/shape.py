@@ -116,6 +116,13 @@ def expert_tensors(s: ModelShape) -> Tensors:
     yield "ffn_up_exps.weight", (s.n_expert, s.n_ff_expert, s.n_embd)
 
 
+def fused_expert_tensors(s: ModelShape) -> Tensors:
+    """A router and its experts, whose gate and up are one matrix, gate first."""
+    yield "ffn_gate_inp.weight", (s.n_expert, s.n_embd)
+    yield "ffn_down_exps.weight", (s.n_expert, s.n_embd, s.n_ff_expert)
+    yield "ffn_gate_up_exps.weight", (s.n_expert, 2 * s.n_ff_expert, s.n_embd)
+
+
 def shared_expert_tensors(s: ModelShape, width: int) -> Tensors:
     """The expert of every token, `width` wide."""
     yield "ffn_down_shexp.weight", (s.n_embd, width)

@@ -22,6 +22,11 @@ MAX_TEMPERATURES = 1 << 24
 """Rows of the table: 64 MiB."""
 
 
+def steps_of(m: Metadata) -> int:
+    """l above by its key, or else the context before YaRN stretched it; 0 where the file has neither."""
+    return m.count(TEMPERATURE_LENGTH, 0, least=0) or m.count("rope.scaling.original_context_length", 0, least=0)
+
+
 def with_temperatures(f: GgufFile, m: Metadata, length: int) -> GgufFile:
     """The file with the table, where it has temperatures other than 1 in its trained context. length: l above. Raises GgufError."""
     scale = m.positive_or(TEMPERATURE_SCALE, 0.0)

@@ -25,6 +25,7 @@ NAMES = (
     "mamba2",
     "minimax_m2",
     "mistral3",
+    "mistral4",
     "olmo2",
     "phi2",
     "phi3",

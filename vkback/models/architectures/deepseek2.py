@@ -207,7 +207,12 @@ class Deepseek2(Architecture):
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:
         m = Metadata(f)
-        return with_temperatures(f, m, m.count(TEMPERATURE_LENGTH, 0, least=0))
+        return with_temperatures(f, m, cls.temperature_steps(m))
+
+    @classmethod
+    def temperature_steps(cls, m: Metadata) -> int:
+        """Tokens of a step of the temperatures, 0 where the file does not say."""
+        return m.count(TEMPERATURE_LENGTH, 0, least=0)
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
@@ -216,7 +221,7 @@ class Deepseek2(Architecture):
         self.mla = latent(m, hp, absorbed=self.absorbed)
         self.n_dense = m.count("leading_dense_block_count", 0, least=0) if hp.n_expert else hp.n_layer
         self.n_ff_shared = m.count("expert_shared_count", 0, least=0) * hp.n_ff_expert
-        self.temperature_length = m.count(TEMPERATURE_LENGTH, 0, least=0)
+        self.temperature_length = self.temperature_steps(m)
         gating = m.count("expert_gating_func", 0, least=0)
         if gating not in GATINGS:
             raise m.fail("expert_gating_func", gating, "1 (softmax) or 2 (sigmoid)")

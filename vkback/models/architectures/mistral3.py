@@ -18,7 +18,7 @@ from vkback.models.blocks import experts, feed_forward, pre_norm_layer, separate
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape
-from vkback.models.temperature import TEMPERATURE_LENGTH, TEMPERATURE_SCALE, TEMPERATURES, tempered, with_temperatures
+from vkback.models.temperature import TEMPERATURE_LENGTH, TEMPERATURE_SCALE, TEMPERATURES, steps_of, tempered, with_temperatures
 
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
@@ -60,11 +60,11 @@ class Mistral3(Architecture):
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:
-        return with_temperatures(f, Metadata(f), length(Metadata(f)))
+        return with_temperatures(f, Metadata(f), steps_of(Metadata(f)))
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
-        self.temperature_length = length(self.metadata)
+        self.temperature_length = steps_of(self.metadata)
         multiplier = self.metadata.positive_or(LOG_MULTIPLIER, 0.0, most=1e6)
         rope = self.hp.rope
         if rope.scaling == "yarn" and rope.freq_scale < 1.0 and multiplier:
@@ -78,8 +78,3 @@ class Mistral3(Architecture):
         """A Projection whose Q has its temperature before RoPE, which is linear."""
         q, k, v = separate_qkv(b, x, il, heads)
         return tempered(b, q, il, self.temperature_length), k, v
-
-
-def length(m: Metadata) -> int:
-    """Tokens of a step of the temperatures."""
-    return m.count(TEMPERATURE_LENGTH, 0, least=0) or m.count("rope.scaling.original_context_length", 0, least=0)
