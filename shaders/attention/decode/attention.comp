@@ -2,7 +2,8 @@
 // Attention over a KV cache with online softmax, all arithmetic in F32 (FLASH_ATTN_EXT).
 // With FUSED also the norm, RoPE and cache store that come before it (ATTN_DECODE).
 //
-//   out[t, h, :] = sum over rows r of softmax_r(cap(scale * q[t, h, :] . k[r, :])) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t]
+//   out[t, h, :] = sum over rows r of softmax_r(cap(scale * q[t, h, :] . k[r, :])) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t],
+//   or those of the token's chunk (attention/window.glsl)
 //
 // cap(x) is softcap * tanh(x / softcap) with HAS_SOFTCAP, else x (attention/softcap.glsl).
 //
@@ -75,7 +76,7 @@ layout(push_constant) uniform Push {
     uint n_head;
     uint n_head_kv;
     uint n_ctx;
-    uint window;            // 0: none
+    uint window;            // 0: none; of chunks: attention/window.glsl
     uint rows_per_split;
     float scale;            // includes log2 e
     float eps;
@@ -217,6 +218,7 @@ float reduce_streams_sum(float v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 vec4 reduce_streams_sum(vec4 v) { REDUCE_STREAMS(BUTTERFLY_ADD) return v; }
 
 #include "attention/softcap.glsl"
+#include "attention/window.glsl"
 #include "attention/weight.glsl"
 #if USE_SHUFFLES
 #include "attention/decode/walk_lanes.glsl"
@@ -248,7 +250,7 @@ void main() {
 #else
         const int at = token0 + t < p.n ? pos[token0 + t] : -1;
         row_end[t] = min(uint(at + 1), p.n_ctx);
-        row_first[t] = p.window > 0 && row_end[t] > p.window ? row_end[t] - p.window : 0;
+        row_first[t] = row_end[t] > 0 ? first_row(row_end[t], p.window) : 0;
 #endif
         if (row_end[t] > 0) lo = min(lo, row_first[t]);
         hi = max(hi, row_end[t]);

@@ -12,12 +12,14 @@
 // none of which spans two kv heads. The queries of a group are numbered over tokens and heads: query i is token i / heads, head i % heads of
 // the group. A workgroup takes a tile of neighbouring queries of group gl_WorkGroupID.y. The last tiles see the most rows, so they start first.
 
+#include "attention/window.glsl"
+
 layout(push_constant) uniform Push {
     uint n;
     uint n_head;
     uint n_head_kv;
     uint n_ctx;
-    uint window;    // 0: none
+    uint window;    // 0: none; of chunks: attention/window.glsl
     uint y_stride;  // F16: 16-byte words of a row, or of a column of matrices; otherwise unused
     float scale;    // includes log2 e
     float softcap;  // includes log2 e; read where HAS_SOFTCAP
@@ -60,7 +62,7 @@ uvec2 visible_rows(uint query) {
     }
     const int at = token < p.n ? pos[token] : -1;
     const uint end = min(uint(at + 1), p.n_ctx);
-    return uvec2(p.window > 0u && end > p.window ? end - p.window : 0u, end);
+    return uvec2(end > 0u ? first_row(end, p.window) : 0u, end);
 }
 
 // The factor that normalizes a query's weighted sum, from its maximum and sum of weights; its sink, if it has one, is included here.

@@ -18,8 +18,20 @@ from vkback.ops.op import OPS, Op
 from vkback.ops.rope import angles as rope_angles
 
 
+def first_row(p: int, window: int, chunked: bool) -> int:
+    """The first row that a token at position p sees."""
+    if not window:
+        return 0
+    return max(0, p // window * window if chunked else p + 1 - window)
+
+
 def random_cache(
-    rng: np.random.Generator, shape: tuple[int, ...], pos: Sequence[int] | None, window: int = 0, first: Sequence[int] = ()
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    pos: Sequence[int] | None,
+    window: int = 0,
+    first: Sequence[int] = (),
+    chunked: bool = False,
 ) -> Array:
     """F16 cache with normal values in the rows that tokens at these positions see and NaN in all others; None: zeros everywhere. first: the
     first row of each, where they are given."""
@@ -27,7 +39,7 @@ def random_cache(
         return np.zeros(shape, np.float16)
     cache = np.full(shape, np.nan, np.float16)
     for i, p in enumerate(pos):
-        begin = first[i] if first else max(0, p + 1 - window) if window else 0
+        begin = first[i] if first else first_row(p, window, chunked)
         cache[:, begin : p + 1] = 0.0
     seen = np.isfinite(cache)
     cache[seen] = rng.standard_normal(int(seen.sum())).astype(np.float16)
@@ -35,13 +47,19 @@ def random_cache(
 
 
 def paged_cache(
-    rng: np.random.Generator, cache: Tensor, pages: Array, page: int, seen: Sequence[tuple[int, int]], window: int = 0
+    rng: np.random.Generator,
+    cache: Tensor,
+    pages: Array,
+    page: int,
+    seen: Sequence[tuple[int, int]],
+    window: int = 0,
+    chunked: bool = False,
 ) -> Array:
     """F16 values of a cache in pages: normal in the rows that are seen, NaN in all others. seen: (slot, position) of each token."""
     heads, _, dim = cache.shape
     values = np.full(cache.shape, np.nan, np.float16)
     for slot in range(len(pages)):
-        own = random_cache(rng, (heads, pages.shape[1] * page, dim), [p for s, p in seen if s == slot], window)
+        own = random_cache(rng, (heads, pages.shape[1] * page, dim), [p for s, p in seen if s == slot], window, (), chunked)
         values[:, physical_rows(pages, slot, own.shape[1], page)] = own
     return values
 
@@ -55,6 +73,12 @@ def checked_softcap(softcap: float) -> None:
     """Raises CaseLineError for one that caps nothing."""
     if not 0.0 <= softcap < math.inf:
         raise CaseLineError(f"softcap={softcap}: expected a number from 0, which is none")
+
+
+def checked_chunks(window: int, chunked: bool) -> None:
+    """Raises CaseLineError for chunks without a length."""
+    if chunked and window < 1:
+        raise CaseLineError(f"chunked=1,window={window}: expected the length of a chunk as the window")
 
 
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
@@ -106,7 +130,18 @@ class FlashCases(Op):
         yield from self.quantized_cases()
         yield from self.paged_cases()
         yield from self.softcap_cases()
+        yield from self.chunk_cases()
         yield from self.span_cases()
+
+    def chunk_cases(self) -> Iterator[Case]:
+        """Windows of chunks: the first, the last and a middle row of one, splits, padding, sinks, types, pages, prompts over several."""
+        yield self.build_case(8, 2, 64, 300, (299, 128, 127, 40), seed=200, window=64, chunked=True)
+        for seed, shape in enumerate(MANY_SPLITS, 201):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 256, -1), seed=seed, window=128, chunked=True).where(**shape)
+        yield self.build_case(6, 2, 96, 70, (31, 69), "Q8_1", seed=203, type_k="q4_0", type_v="f32", window=30, sinks=True, chunked=True)
+        yield self.build_case(8, 2, 64, 320, (299, 40, -1, 65), seed=204, page=16, slots=(0, 1, 1, 2), window=50, chunked=True)
+        yield self.build_case(4, 2, 128, kv=170, nb=133, seed=205, window=40, chunked=True)
+        yield self.build_case(2, 2, 64, 64, (*range(3, 22), -1, -1, *range(22, 50)), seed=206, window=9, sinks=True, chunked=True)
 
     def softcap_cases(self) -> Iterator[Case]:
         """Caps that scores reach, which spread over +-3: few tokens with scores in registers and through shared memory, splits, padding,
@@ -317,6 +352,7 @@ class FlashCases(Op):
         slots: Shape = (),
         softcap: float = 0.0,
         first: Shape = (),
+        chunked: bool = False,
     ) -> Case:
         """Tokens at positions pos over a cache of n_ctx rows, or the last nb tokens of a full cache of kv rows.
 
@@ -324,10 +360,11 @@ class FlashCases(Op):
         K; v_view: V is the first part of K's rows. rot: that many last values of a head of Q are a tensor of their own; the others are in
         rows of q_width values. type_k, type_v: of the caches. nan_rows: that many first rows of K hold NaN in the first kv head; inf_rows:
         of F16, they hold one infinity. page: the caches hold several sequences in pages of so many rows, n_ctx being the most of one;
-        slots: that of each token, else each has its own. softcap: of scores, 0: none. first: the first
-        row that each token sees, pos being the last one.
+        slots: that of each token, else each has its own. softcap: of scores, 0: none. chunked: the window is one of chunks. first: the
+        first row that each token sees, pos being the last one.
         """
         checked_softcap(softcap)
+        checked_chunks(window, chunked)
         vd = vd or hd
         kinds = cache_kinds(type_k, type_v, hd, vd)
         if v_view and kinds[0] != kinds[1]:
@@ -361,9 +398,9 @@ class FlashCases(Op):
             values: dict[str, Array] = {"q": rng.standard_normal(q.shape, np.float32), "pos": places}
             for c in (cache_k, cache_v):
                 if page:
-                    rows = paged_cache(rng, c, pages, page, list(zip(slots, pos, strict=True)), window)
+                    rows = paged_cache(rng, c, pages, page, list(zip(slots, pos, strict=True)), window, chunked)
                 else:
-                    rows = random_cache(rng, c.shape, pos if garbage else None, window, first)
+                    rows = random_cache(rng, c.shape, pos if garbage else None, window, first, chunked)
                 if c is cache_k:
                     rows[0, :nan_rows] = np.nan
                     rows[0, :inf_rows, 0] = np.inf
@@ -372,7 +409,7 @@ class FlashCases(Op):
                 inputs.append(Tensor("sinks", "F32", (n_head,), "weight"))
                 values["sinks"] = rng.uniform(-3, 6, n_head).astype(np.float32)
             params = {"scale": 1 / math.sqrt(hd)} | ({"window": window} if window else {}) | ({"v_dim": vd} if v_view else {})
-            params |= {"softcap": softcap} if softcap else {}
+            params |= ({"softcap": softcap} if softcap else {}) | ({"chunked": True} if chunked else {})
             if rot:
                 inputs.append(Tensor("q_pe", "F32", (n, n_head, rot), "input"))
                 values["q_pe"] = rng.standard_normal((n, n_head, rot), np.float32)
@@ -395,6 +432,7 @@ class FlashCases(Op):
         shown |= {"type_k": type_k, "type_v": type_v} if (type_k, type_v) != ("f16", "f16") else {}
         shown |= {"page": page, "slots": slots} if page else {}
         shown |= {"softcap": softcap} if softcap else {}
+        shown |= {"chunked": True} if chunked else {}
         shown |= {"first": first} if first else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
@@ -452,6 +490,9 @@ class DecodeCases(Op):
         yield self.build_case(4, 2, 80, 70, 33, "neox", True, False, "F32", seed=72, softcap=0.7, window=20)
         yield self.build_case(4, 2, 64, 320, 0, "normal", False, False, "Q8_1", seed=73, softcap=1.0, page=32)
         yield self.build_case(4, 1, 64, 40, 0, "neox", False, False, "F32", seed=74, beyond="k", softcap=1.5)
+        for seed, pos in enumerate((128, 127, 200), 75):
+            yield self.build_case(8, 2, 64, 300, pos, "normal", True, False, "Q8_1", seed=seed, window=64, chunked=True)
+        yield self.build_case(8, 2, 64, 320, 299, "normal", False, False, "F32", seed=78, n_dims=-1, window=100, page=32, chunked=True)
         for seed, (pos, page, kind) in enumerate(
             ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
         ):
@@ -501,6 +542,7 @@ class DecodeCases(Op):
         beyond: str = "",
         page: int = 0,
         softcap: float = 0.0,
+        chunked: bool = False,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
@@ -508,9 +550,10 @@ class DecodeCases(Op):
         n_dims  0: the head size; -1: nothing is rotated
         beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
         page    the caches hold two sequences in pages of so many rows, of which the token's is the second
-        softcap of scores, 0: none
+        softcap of scores, 0: none; chunked: the window is one of chunks
         """
         checked_softcap(softcap)
+        checked_chunks(window, chunked)
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
         if page and n_ctx % page:
@@ -522,10 +565,13 @@ class DecodeCases(Op):
             qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
             names = ("cache_k", "cache_v")
             caches = tuple(Tensor(name, kind, (n_head_kv, n_rows, hd), "state") for name, kind in zip(names, kinds, strict=True))
-            seen = ((pos - 1,) if garbage else None, max(window - 1, 0))
+            stored = pos - first_row(pos, window, True) if chunked else max(window - 1, 0)
+            before = (pos - 1,) if stored or not chunked else ()
 
             def cached(c: Tensor) -> Array:
-                return paged_cache(rng, c, pages, page, [(1, pos - 1)], seen[1]) if page else random_cache(rng, c.shape, *seen)
+                if page:
+                    return paged_cache(rng, c, pages, page, [(1, p) for p in before], stored)
+                return random_cache(rng, c.shape, before if garbage else None, stored)
 
             rotated = max(n_dims, 0) if n_dims else hd
             weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
@@ -555,7 +601,7 @@ class DecodeCases(Op):
                 "has_ff": ff,
                 "window": window,
             }
-            params |= cache_params(kinds) | ({"softcap": softcap} if softcap else {})
+            params |= cache_params(kinds) | ({"softcap": softcap} if softcap else {}) | ({"chunked": True} if chunked else {})
             if norm:
                 params["eps"] = 1e-6
             if page:
@@ -587,5 +633,6 @@ class DecodeCases(Op):
         shown |= {"beyond": beyond} if beyond else {}
         shown |= {"page": page} if page else {}
         shown |= {"softcap": softcap} if softcap else {}
+        shown |= {"chunked": True} if chunked else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

@@ -146,6 +146,16 @@ def v_dim(node: Node, cache_v: Tensor) -> int:
     return int(node.params.get("v_dim", cache_v.shape[2]))
 
 
+CHUNK_BIT = 1 << 31
+"""Of shaders/attention/window.glsl."""
+
+
+def window_of(node: Node) -> tuple[int, int]:
+    """Rows that a token sees at most, 0 for all, and the same as kernels take it."""
+    window = int(node.params.get("window", 0))
+    return window, window | CHUNK_BIT if node.params.get("chunked") else window
+
+
 def softcap_of(node: Node) -> float:
     """The softcap of scores, 0 without."""
     return float(node.params.get("softcap", 0.0))

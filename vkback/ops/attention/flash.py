@@ -3,19 +3,20 @@
     FLASH_ATTN_EXT  q F32 [n, n_head, hd], cache_k F16 [n_head_kv, n_ctx, hd], cache_v F16 [n_head_kv, n_ctx, vd], pos I32 [n] or [n, 2]
                     [, sinks F32 [n_head]] -> F32 or Q8_1 [n, n_head * vd], or of a prompt F16 as gemm_pack.packed has it
                     [, slots I32 [n], pages I32 [n_slots, max_pages]]
-                    params: scale [, window, softcap, v_dim, split_q, page] [, fragments: the order of an F16 output; units: GemmShape of
-                    the product that reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim values of each row
-                    of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
+                    params: scale [, window, chunked, softcap, v_dim, split_q, page] [, fragments: the order of an F16 output; units:
+                    GemmShape of the product that reads it in unit order, gemm_reg.packed_units]; with v_dim V is the first v_dim values
+                    of each row of cache_v, which may be K's (MLA); with split_q the last input is q_pe F32 [n, n_head, rot], the
                     last rot values of each head of Q: of q count the first hd - rot values of a row.
                     With page the caches hold rows of several sequences in pages of so many: row r of token t's sequence is row r % page of
                     page pages[slots[t], r // page] (vkback/ops/attention/paged.py)
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
                     [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] [, slots, pages] -> the same, cache_k, cache_v
-                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, softcap, eps],
-                    has_norm, has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
+                    params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, chunked, softcap,
+                    eps], has_norm, has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
-A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent); other rows are not read. A pos [n, 2] says
+A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent), chunked those from p // window * window
+on; other rows are not read. A pos [n, 2] says
 of each token the first and the last row that it sees, -1 as the last for none: texts side by side, tokens that see what comes after. With
 softcap c a score s is c tanh(s / c) before the softmax. hd and vd are multiples of 8, vd of 32 where the output is Q8_1. A cache may be
 F32, or Q8_0 or Q4_0, laid out as weights are; its rows are then whole units of 32 values.
@@ -35,8 +36,8 @@ from vkback.constants import LOG2_E
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import chain as attention_chain
 from vkback.ops.attention import prompt as attention_prompt
-from vkback.ops.attention.cases import DecodeCases, FlashCases
-from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, softcap_of, v_dim
+from vkback.ops.attention.cases import DecodeCases, FlashCases, first_row
+from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, softcap_of, v_dim, window_of
 from vkback.ops.attention.paged import by_sequence, page_of, paged_inputs, rows_of, token_by_sequence
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED, cached_bytes, stored_tolerance
 from vkback.ops.case import Array, Case, Tolerance, f16_values
@@ -185,7 +186,7 @@ def _lower(
     """The one dispatch of either op. extra: (role, tensor) bound after the rest as BIND_<ROLE>; fused: defines of ATTN_DECODE."""
     (n_head_kv, n_ctx, hd), vd = cache_k.shape, v_dim(node, cache_v)
     out = node.outputs[0]
-    window = int(node.params.get("window", 0))
+    window, pushed = window_of(node)
     check(node, ctx, cache_k, cache_v, n_head)
     choice = choice_of(node, ctx).params
     types = {cache_k.type, cache_v.type}
@@ -239,7 +240,7 @@ def _lower(
         defines[f"BIND_{role.upper()}"] = binding
     args += [Arg(t) for _, t in extra]
     rows = min(rows_in_use, window) if window else rows_in_use
-    push: list[int | float] = [n, n_head, n_head_kv, n_ctx, window, s.rows_per_split, float(node.params["scale"]) * LOG2_E]
+    push: list[int | float] = [n, n_head, n_head_kv, n_ctx, pushed, s.rows_per_split, float(node.params["scale"]) * LOG2_E]
     push += [float(node.params.get("eps", 0.0)), softcap_of(node) * LOG2_E]
     if page:
         defines["PAGE"] = page
@@ -280,7 +281,7 @@ def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], t
 def prompt_problem(node: Node) -> attention_prompt.PromptProblem:
     q, cache_k, cache_v, pos, *_ = node.inputs
     extra = dict(optional_inputs(node))
-    window = int(node.params.get("window", 0))
+    window, pushed = window_of(node)
     return attention_prompt.PromptProblem(
         q,
         cache_k,
@@ -295,6 +296,7 @@ def prompt_problem(node: Node) -> attention_prompt.PromptProblem:
         v_dim=v_dim(node, cache_v),
         q_pe=extra.get("q_pe"),
         softcap=softcap_of(node),
+        chunked=pushed != window,
     )
 
 
@@ -307,10 +309,10 @@ def _tolerance(node: Node) -> Tolerance:
 def _attention_in_window(inputs: Sequence[Array], token: int, params: Mapping[str, Any]) -> Array:
     """The reference's output for one token [1, n_head * hd], from the rows in its window alone."""
     q, cache_k, cache_v, pos = inputs[:4]
-    seen = slice(max(0, int(pos[token]) + 1 - params["window"]), int(pos[token]) + 1)
+    seen = slice(first_row(int(pos[token]), params["window"], params.get("chunked", False)), int(pos[token]) + 1)
     last = np.array([seen.stop - seen.start - 1])
     k, v = cache_k[:, seen], cache_v[:, seen]
-    rest = {key: value for key, value in params.items() if key != "window"}
+    rest = {key: value for key, value in params.items() if key not in ("window", "chunked")}
     return OPS["FLASH_ATTN_EXT"].reference([q[token : token + 1], k, v, last, *inputs[4:]], rest)[0]
 
 

@@ -82,6 +82,7 @@ class PromptProblem:
     v_dim: int = 0  # 0: as wide as K
     q_pe: Tensor | None = None
     softcap: float = 0.0  # of scores, 0: none
+    chunked: bool = False  # the window is one of chunks
 
     @property
     def group(self) -> int:
@@ -316,7 +317,9 @@ def lower(problem: PromptProblem, shape: PromptShape, caps: Capabilities, reason
             *q_pe,
             *overflow,
         ),
-        push=pack_push(n, n_head, n_head_kv, n_ctx, problem.window, y_stride, problem.scale * LOG2_E, problem.softcap * LOG2_E),
+        push=pack_push(
+            n, n_head, n_head_kv, n_ctx, problem.window | problem.chunked << 31, y_stride, problem.scale * LOG2_E, problem.softcap * LOG2_E
+        ),
         groups=(tiles, n_head // heads, 1),
         op="FLASH_ATTN_EXT",
         label=problem.name,
