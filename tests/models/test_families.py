@@ -26,6 +26,7 @@ from vkback.models import Model
 from vkback.models.delta_net import recurrent_layers
 from vkback.models.synth import outline
 from vkback.models.temperature import TEMPERATURE, TEMPERATURES
+from vkback.ops.lowering import PlanError
 from vkback.plan.passes.fuse import fuse
 from vkback.plan.planner import plan
 from vkback.plan.training import training_graph
@@ -232,6 +233,26 @@ def test_rows_are_stored_before_the_first_layer_that_reads_them(profile: str, ti
             read = {t.name for t in node.inputs if t.kind == "state"} - {t.name for t in node.outputs}
             assert read <= stored, node.name
             stored |= {t.name for t in node.outputs if t.kind == "state"}
+
+
+def test_llama4_sees_chunks_in_three_layers_of_four(tiny: Tiny) -> None:
+    path = tiny("tiny-llama4")
+    nodes = nodes_of(path)
+    assert [nodes[f"kqv_out-{il}"].params.get("window", 0) for il in range(5)] == [9, 9, 9, 0, 9]
+    assert [nodes[f"kqv_out-{il}"].params.get("chunked", False) for il in range(5)] == [True, True, True, False, True]
+    assert [f"Qcur_rope-{il}" in nodes for il in range(5)] == [True, True, True, False, True]
+    assert "q_tempered-3" in nodes and TEMPERATURE not in nodes_of(path, n_ctx=9)
+    table = Model.open(path).file.tensors[TEMPERATURES].data.view(np.float32)[:, 0]
+    assert table[:9].tolist() == [1.0] * 9 and table[9] == pytest.approx(1 + 0.3 * np.log(2))
+    assert nodes["ffn_moe_gate-1"].inputs[1].name == "ffn_moe_weighted-1 (reshaped)" and "ffn_gate-2" in nodes
+    bare = changed(
+        path, metadata=dict.fromkeys(("attention.sliding_window", "attention.temperature_length", "attention.temperature_scale"))
+    )
+    assert nodes_of(bare)["kqv_out-0"].params["window"] == 8192 and TEMPERATURE not in nodes_of(bare)
+    maverick = Model.of(outline("llama4-maverick-Q8_0", layers=4)).graph(1, 32, head="last")
+    assert not any(n.op == "RMS_NORM" and n.name.startswith("Qcur") for n in maverick.nodes)
+    with pytest.raises(PlanError, match="cannot be trained"):
+        training_graph(Model.open(path).graph(8, 8, head="all"))
 
 
 def test_steps_of_mistral4_s_temperatures_are_the_first_context(tiny: Tiny) -> None:

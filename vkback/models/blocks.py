@@ -108,6 +108,7 @@ def attention(
     v_norm: bool = False,
     sinks: bool = False,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     gated: bool = False,
     kv_of: int | None = None,
@@ -120,6 +121,7 @@ def attention(
     v_norm   each head of V is RMS-normed, without a weight
     sinks    every head has an attention sink
     window   rows that a token sees; 0: all so far
+    chunked  the text is in chunks as long as the window, of which a token sees its own
     softcap  c of the scores c tanh(s / c); 0: they are s
     gated    what it gives is multiplied by the sigmoid of attn_q_gate of x, value by value
     kv_of    the layer before whose K and V these tokens attend to; None: their own
@@ -153,7 +155,7 @@ def attention(
     q = placed(q, heads.n, "Qcur", "attn_q_norm")
     weights = (b.hp.weight(f"blk.{il}.attn_sinks.weight", (heads.n,)),) if sinks else ()
     params: dict[str, int | float] = {"window": window} if window else {}
-    params |= {"softcap": softcap} if softcap else {}
+    params |= ({"chunked": True} if chunked else {}) | ({"softcap": softcap} if softcap else {})
     out = b.attend(q, cache_k, cache_v, *weights, width=heads.n * heads.dim_v, il=il, **params)
     if gated:
         gate = b.linear(x, f"blk.{il}.attn_q_gate", heads.n * heads.dim_v, f"gate-{il}")
@@ -288,6 +290,7 @@ def experts(
     gating: str = "softmax",
     groups: tuple[int, int] = (1, 1),
     route: Tensor | None = None,
+    weighs_input: bool = False,
 ) -> Tensor:
     """Mixture of experts: the router picks n_expert_used of n_expert gated layers for every token; their weighted sum. A file may have gate
     and up of an expert in one matrix, gate first, and a scale for what each expert makes (`with_scales_by_expert`).
@@ -296,6 +299,7 @@ def experts(
             choice, exp_probs_b
     groups  (of how many groups of experts, how many count)
     route   what the router reads [n, n_embd]; default x
+    weighs_input  the weight of a token's one expert is multiplied into what it reads
     """
     hp, g, n = b.hp, b.graph, x.shape[0]
     logits = b.linear(x if route is None else route, f"blk.{il}.ffn_gate_inp", hp.n_expert, f"ffn_moe_logits-{il}")
@@ -305,6 +309,8 @@ def experts(
     sources = (logits, *([hp.weight(bias, (hp.n_expert,))] if gating != "softmax_weight" and hp.has_weight(bias) else []))
     grouped = {"n_group": groups[0], "n_group_used": groups[1]} if groups[0] > 1 else {}
     g.add("TOPK_MOE", sources, (weights, ids), n_used=hp.n_expert_used, norm=hp.norm_w, gating=gating, scale=hp.expert_scale, **grouped)
+    if weighs_input:
+        x = g.emit("MUL", f"ffn_moe_weighted-{il}", "F32", x.shape, (x, weights))
     shared = b.view(x, (n, 1, hp.n_embd))
     both = f"blk.{il}.ffn_gate_up_exps"
     if hp.has_weight(f"{both}.weight"):
@@ -320,6 +326,8 @@ def experts(
         scales = g.emit("GET_ROWS", f"ffn_moe_scales-{il}", "F32", (n * hp.n_expert_used, 1), (table, flat))
         weights = g.emit("MUL", f"ffn_moe_weights_scaled-{il}", "F32", weights.shape, (weights, b.view(scales, weights.shape)))
     down = routed(b, act, ids, f"blk.{il}.ffn_down_exps", hp.n_embd, f"ffn_moe_down-{il}")
+    if weighs_input:
+        return b.view(down, (n, hp.n_embd))
     return g.emit("MOE_REDUCE", f"ffn_moe_out-{il}", "F32", (n, hp.n_embd), (down, weights))
 
 

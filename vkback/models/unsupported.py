@@ -23,7 +23,6 @@ LACKS: dict[str, str] = {
     "glm-dsa": "an indexer that chooses the rows which attention reads",
     "jamba": "the scan of Mamba-1",
     "kimi-linear": "a delta net whose decay differs by channel (KDA)",
-    "llama4": "windows in chunks, and experts whose weight is in their input",
     "mamba": "the scan of Mamba-1",
     "nemotron": "a feed-forward with squared ReLU",
     "plamo2": "the scan of Mamba-1",

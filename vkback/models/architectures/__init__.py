@@ -4,6 +4,7 @@ from importlib import import_module
 
 NAMES = (
     "llama",
+    "llama4",
     "cohere2",
     "command_r",
     "deci",
