@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vkback.api.errors import too_long
 from vkback.api.message import MessageReader
@@ -13,6 +13,7 @@ from vkback.api.result import Chunk, FinishReason, Result, Timings
 from vkback.api.text import GeneratedText
 from vkback.engine.batch.batch import Batch, Request, Took, Update
 from vkback.engine.constraint import Constraint
+from vkback.engine.drafts import Drafts
 from vkback.errors import VkbackError
 
 Event = Chunk | Result | VkbackError
@@ -36,8 +37,9 @@ class BatchText:
 class BatchedTexts:
     """Texts over a batch. As that, for one thread at a time."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, drafts: Drafts | None = None) -> None:
+        """drafts: those that a text may have while it runs alone."""
+        self.batch, self._drafts = batch, drafts
         self._texts: dict[int, BatchText] = {}
         self._ready: list[tuple[BatchText, Event]] = []
 
@@ -73,6 +75,8 @@ class BatchedTexts:
             self._ready.append((text, self.end(text, "length")))
             return text
         request = Request(tuple(ids), most, options.sampler, not options.ignore_eos, client, options.logprobs is not None, constraint)
+        if self._drafts is not None:
+            request = replace(request, drafts=self._drafts.at_most(options.draft_max))
         text = BatchText(batch.add(request), out, options, len(ids), most)
         self._texts[text.id] = text
         return text
@@ -85,7 +89,16 @@ class BatchedTexts:
         took, made = text.took, len(text.out.made)
         compiled = self.batch.engine.compiled.seconds - text.compiled
         decode_s = time.perf_counter() - took.began - compiled if made else 0.0
-        text.out.timings = Timings(compiled if made else 0.0, took.reused, text.prompt - took.reused, took.prompt_s, made, decode_s)
+        text.out.timings = Timings(
+            compiled if made else 0.0,
+            took.reused,
+            text.prompt - took.reused,
+            took.prompt_s,
+            made,
+            decode_s,
+            took.drafts.drafted,
+            took.drafts.accepted,
+        )
         return text.out.result
 
     def advance(self) -> list[tuple[BatchText, Event]]:

@@ -299,11 +299,7 @@ class LoadedModel:
 
     def drafts(self, options: Options) -> Drafts | None:
         """Those that a text of these options may have."""
-        found = self._drafts
-        if found is None or options.draft_max is None:
-            return found
-        most = min(options.draft_max, found.most)
-        return replace(found, most=most, least=min(found.least, most))
+        return None if self._drafts is None else self._drafts.at_most(options.draft_max)
 
     # -- text
 
@@ -506,7 +502,7 @@ class LoadedModel:
             self.close_batch()
         if self._batched is None:
             n_ctx = self.engine.n_ctx
-            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences or self.sequences))
+            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences or self.sequences), self._drafts)
             if self.engine.n_ctx != n_ctx:
                 self.warm.clear()
         return self._batched

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -72,6 +72,11 @@ class Drafts:
             )
         if self.pinned and self.pinned not in CLASSES:
             raise DraftError(f"[drafts] {self.pinned} columns of every step; expected one of {', '.join(map(str, CLASSES))}, or 0")
+
+    def at_most(self, count: int | None) -> Drafts:
+        """The same with no more than so many drafts of a step; None: the same."""
+        most = self.most if count is None else min(count, self.most)
+        return replace(self, most=most, least=min(self.least, most))
 
     @property
     def classes(self) -> tuple[int, ...]:

@@ -60,5 +60,13 @@ def _of_batch(batch: Batch) -> Iterator[Metric]:
     yield CounterMetricFamily("vkback_prefix_evictions", "Pages of past texts that made room", prefixes.evictions)
     yield CounterMetricFamily("vkback_steps", "Steps of all sequences at once", counters.steps)
     yield CounterMetricFamily("vkback_step_columns", "Tokens that steps took; by vkback_steps: the size of a batch", counters.columns)
+    drafts = counters.drafts
+    yield CounterMetricFamily("vkback_spec_decode_num_drafts", "Steps with drafts", drafts.steps)
+    yield CounterMetricFamily("vkback_spec_decode_num_draft_tokens", "Drafts that went through the model", drafts.drafted)
+    yield CounterMetricFamily("vkback_spec_decode_num_accepted_tokens", "Drafts that the model picked itself", drafts.accepted)
+    by_place = CounterMetricFamily("vkback_spec_decode_num_accepted_tokens_per_pos", "The same by place in a step", labels=["position"])
+    for place, (_, accepted) in enumerate(drafts.by_place):
+        by_place.add_metric([str(place)], accepted)
+    yield by_place
     for what in ("steps", "prompts"):
         yield CounterMetricFamily(f"vkback_{what}_seconds", f"Time of {what}", counters.seconds[what])

@@ -69,7 +69,9 @@ def timings(results: Sequence[Result]) -> dict[str, Any]:
     cached = sum(r.timings.reused_tokens for r in results)
     read, read_s = sum(r.timings.prompt_tokens for r in results), sum(r.timings.prompt_s for r in results)
     made, made_s = sum(r.timings.decode_tokens for r in results), sum(r.timings.decode_s for r in results)
-    return {"cache_n": cached, **_timed("prompt", read, read_s), **_timed("predicted", made, made_s)}
+    drafted, accepted = sum(r.timings.draft_tokens for r in results), sum(r.timings.draft_accepted for r in results)
+    drafts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
+    return {"cache_n": cached, **_timed("prompt", read, read_s), **_timed("predicted", made, made_s), **drafts}
 
 
 def _timed(what: str, count: int, seconds: float) -> dict[str, Any]:

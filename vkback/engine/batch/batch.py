@@ -22,9 +22,11 @@ from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.pages import PagePool, PrefixCache
 from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Column, Copy, Idle, Keep, Limits, Read, Scheduler, Step, Text
+from vkback.engine.batch.solo import Solo
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
 from vkback.engine.constraint import Constraint
+from vkback.engine.drafts import DraftCounts, Drafts
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
@@ -68,6 +70,7 @@ class Request:
     client       whose it is; clients take turns
     logits       the caller wants the logits that each token was picked from, which costs speed
     constraint   what the text must be; steps then wait for the host
+    drafts       those that it may have while it runs alone
     """
 
     tokens: tuple[int, ...]
@@ -77,6 +80,7 @@ class Request:
     client: str = ""
     logits: bool = False
     constraint: Constraint | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass
@@ -86,11 +90,14 @@ class Took:
     reused    tokens of its prompt that were in pages already
     prompt_s  seconds of its reads
     began     when its first step was submitted, by time.perf_counter(); 0: not yet
+    drafts    that it had; before: until it last began to run alone
     """
 
     reused: int = 0
     prompt_s: float = 0.0
     began: float = 0.0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    before: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True)
@@ -136,12 +143,13 @@ class _Submitted:
 
 @dataclass
 class Counters:
-    """steps: of all columns at once; columns: of all steps; tokens: made; preempted: texts."""
+    """steps: of all columns at once; columns: of all steps; tokens: made; preempted: texts; drafts: of texts that ran alone."""
 
     steps: int = 0
     columns: int = 0
     tokens: int = 0
     read: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     seconds: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "prompts": 0.0})
 
 
@@ -225,6 +233,7 @@ class Batch:
         self._made: list[Update] = []
         self._ids = count()
         self._last_done = 0.0
+        self._solo: Solo | None = None
         engine.reset()
 
     def _pages_that_fit(self, wanted: int, page: int) -> int:
@@ -248,6 +257,8 @@ class Batch:
 
     def close(self) -> None:
         """Give its memory back."""
+        if self._solo is not None:
+            self._solo.close()
         self._programs.close()
         self._state.arena.destroy()
         self._caches.close()
@@ -273,6 +284,7 @@ class Batch:
     def cancel(self, id: int, reason: str = "cancelled") -> None:
         """End a text here; its pages are free within a step."""
         work = self._works.get(id)
+        self._end_solo()
         if work is not None and self.scheduler.cancel(id, reason):
             self._leave(work, reason, ())
 
@@ -287,8 +299,8 @@ class Batch:
             self._do(action)
             if isinstance(action, Read):
                 reads = False  # so that what steps have made does not wait for more than one; and steps follow it without the caller
-            elif not isinstance(action, Step):
-                break
+            elif not isinstance(action, Step) or (self._solo is not None and self._made):
+                break  # a step of a text that runs alone is done when it is submitted
         if self._flying and (reads or not self._made):
             self._collect()
         made, self._made = self._made, []
@@ -331,6 +343,10 @@ class Batch:
     # What the scheduler decides
 
     def _do(self, action: Action) -> None:
+        if isinstance(action, Step) and self._runs_alone(action):
+            self._step_alone(action)
+            return
+        self._end_solo()
         if isinstance(action, Step):
             self._submit(action)
         elif isinstance(action, Read):
@@ -437,6 +453,69 @@ class Batch:
         self.counters.steps += action.count
         self.counters.columns += sum(c.steps + c.tokens - 1 for c in action.columns)
 
+    def _runs_alone(self, action: Step) -> bool:
+        """Whether a step is that of the only text there is, which may draft."""
+        if self._pinned or self.limits.recurrent or len(self._works) != 1 or len(action.columns) != 1:
+            return False
+        column, (work,) = action.columns[0], self._works.values()
+        request = work.request
+        return bool(request.drafts and request.drafts.most and column.steps and column.tokens == 1) and not (
+            request.constraint or request.logits
+        )
+
+    def _step_alone(self, action: Step) -> None:
+        """A step by the engine's own loop."""
+        self._drain()
+        columns = self._in(action)
+        if not columns:
+            self.scheduler.done_step(action, {}, {}, 0.0)
+            return
+        column = columns[0]
+        text, work = column.text, self._works[column.text.id]
+        request = work.request
+        began, compiled = time.perf_counter(), self.engine.compiled.seconds
+        if self._solo is None:
+            self._note_reused(work)
+            self._take_out(work)
+            work.took.before = work.took.drafts
+            self._solo = Solo(self.engine, self._caches, text, request)
+        work.took.began = work.took.began or began
+        made: list[int] = []
+        ended: dict[int, str] = {}
+        error: VkbackError | None = None
+        try:
+            made = self._solo.take(column.steps)
+        except (DeviceLost, Timeout):
+            raise
+        except VkbackError as e:
+            ended[text.id], error = "error", e
+        seconds = max(time.perf_counter() - began - (self.engine.compiled.seconds - compiled), 0.0)
+        counts = self.engine.draft_counts
+        work.took.drafts = work.took.before + counts
+        if made and made[-1] in self.engine.end_ids(request.stop_at_eos):
+            ended[text.id] = "eos"
+        elif len(text.made) + len(made) >= text.limit:
+            ended.setdefault(text.id, "length")
+        if ended:
+            self._end_solo()
+        self.counters.steps += action.count
+        self.counters.columns += len(made)
+        self.counters.tokens += len(made)
+        self.counters.seconds["steps"] += seconds
+        # How long steps of columns take is not learned from those of a text alone.
+        self.scheduler.done_step(action, {text.id: made}, ended, max(seconds, self.scheduler.step_seconds(action.width) * action.count))
+        if ended:
+            self._leave(work, ended[text.id], made, (), error)
+        else:
+            self._made.append(Update(text.id, tuple(made), "", (), work.took))
+
+    def _end_solo(self) -> None:
+        """The text that runs alone, if one does, goes on by steps of the batch."""
+        if self._solo is not None:
+            self.counters.drafts += self.engine.draft_counts
+            self._solo.leave()
+            self._solo = None
+
     def _prefill(self, columns: Sequence[Column]) -> None:
         """Give the tokens of prompts that make no token columns that are holes before and after the step."""
         holes = (i for i, work in enumerate(self._columns) if work is None)
@@ -470,8 +549,7 @@ class Batch:
         if work.column >= 0:
             return
         text, request = work.text, work.request
-        if not work.took.began and not work.begun and text.length - 1 == text.rows:  # nothing of its prompt had to be read
-            work.took.reused = text.rows
+        self._note_reused(work)
         column = self._columns.index(None)
         self._columns[column], work.column = work, column
         self._put(column, text, text.tokens[-1], text.length - 1, draws=True)
@@ -484,6 +562,11 @@ class Batch:
         if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
         (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
+
+    def _note_reused(self, work: _Work) -> None:
+        """Of a text that is about to make its first token: whether its prompt was known."""
+        if not work.took.began and not work.begun and work.text.length - 1 == work.text.rows:  # nothing of its prompt had to be read
+            work.took.reused = work.text.rows
 
     def _put(self, column: int, text: Text, token: int, row: int, *, draws: bool) -> None:
         """What a column takes in the next step: a token of a text, for a row of its own."""
