@@ -544,7 +544,7 @@ def test_choices_are_those_of_the_command_line() -> None:
         ({"ubatch": "8"}, r"ubatch is '8' \(str\), expected a whole number"),
         ({"act": "F32"}, r"act is 'F32' \(str\), expected one of auto, f32, q8_1\. Did you mean f32\?"),
         ({"cache_type_k": 8}, r"cache_type_k is 8 \(int\), expected one of "),
-        ({"exact": "yes"}, r"exact is 'yes' \(str\), expected True or False"),
+        ({"exact": "yes"}, r"exact is 'yes' \(str\), expected True, False or \"requests\""),
         ({"lora": 3}, r"\[lora\] 3: expected an adapter file"),
         ({"progress": True}, r"progress is True \(bool\), expected a function, or None"),
     ],

@@ -208,6 +208,44 @@ def test_the_device_does_not_wait_between_steps_and_a_read(llama: Engine, monkey
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt-oss", "tiny-granitehybrid"])
+def test_requests_keep_their_bits(shape: str, tmp_path: Path, device: Device) -> None:
+    """exact="requests": the logits of a text have the same bits alone, beside others, behind rows that were read for others, as the next
+    turn of a conversation or all at once, and after it made room for others. Prompts have 3 to 60 tokens, in pieces of 16."""
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, ubatch=16, exact="requests") as engine:
+        vocab = engine.model.hp.n_vocab
+        rng = np.random.default_rng(3)
+        start = rng.integers(0, vocab, 40).tolist()
+        longer = [Request((*start, *rng.integers(0, vocab, n).tolist()), 20, stop_at_eos=False) for n in (8, 20)]
+        wanted = [*longer, Request((5, 6, 7), 20, stop_at_eos=False), Request(tuple(start[:17]), 20, Sampler(temp=0.8, seed=3), False)]
+        others = [*requests(4, vocab, 13), *longer]
+        with Batch(engine, sequences=4, page=PAGE, rows=40 * PAGE) as batch:
+            assert batch.limits.pinned and (batch.limits.border, batch.limits.classes) == (16, (4,))
+            alone = []
+            for request in wanted:
+                batch.prefixes.clear()
+                alone.append(with_logits(batch, request))
+            for request, (tokens, logits) in zip(wanted, alone, strict=True):
+                before = batch.prefixes.tokens_reused
+                found = with_logits(batch, request, others)
+                assert found[0] == tokens and same_bits(found[1], logits)
+                reused = batch.prefixes.tokens_reused - before
+                assert (reused > 0) is (shape != "tiny-granitehybrid"), "others have begun alike"
+            text = Request((*wanted[0].tokens, *alone[0][0], 1, 2, 3), 8, stop_at_eos=False)
+            next_turn = with_logits(batch, text)
+            batch.prefixes.clear()
+            at_once = with_logits(batch, text)
+            assert next_turn[0] == at_once[0] and same_bits(next_turn[1], at_once[1])
+        with Batch(engine, sequences=4, page=PAGE, rows=8 * PAGE) as batch:
+            for request, (tokens, logits) in zip(wanted, alone, strict=True):
+                found = with_logits(batch, request, [Request((9,), 60, stop_at_eos=False)] * 6)
+                assert found[0] == tokens and same_bits(found[1], logits)
+            assert batch.scheduler.preemptions > 0
+
+
+@pytest.mark.vulkan
 def test_pages_run_short_and_come_back(llama: Engine) -> None:
     wanted = [Request(tuple(range(i, i + 20)), 60, stop_at_eos=False) for i in range(6)]
     with Batch(llama, sequences=8, page=PAGE, rows=10 * PAGE, pinned=True) as batch:

@@ -35,7 +35,7 @@ from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
-from vkback.engine.load_options import LoadOptions
+from vkback.engine.load_options import Exact, LoadOptions
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 CPU_SEQUENCES = 8
 """Texts of a batch that run at once on a CPU driver, unless somebody asks for others: more columns take as much longer there."""
 
+PINNED_SEQUENCES = 8
+"""The same where texts keep their bits whoever is served: one alone takes as long as so many."""
+
 TEMPLATE_KEY = "tokenizer.chat_template"
 
 
@@ -66,7 +69,7 @@ def load(
     ubatch: int | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
-    exact: bool = False,
+    exact: Exact = False,
     sequences: int | None = None,
     spec_type: str | None = None,
     draft_max: int | None = None,
@@ -84,8 +87,9 @@ def load(
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as
-    exact     batch-invariant: the logits of a token have the same bits however many tokens went with it
-    sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers, else 64
+    exact     "requests": texts of a batch have the same bits whoever else is served; True: the logits of a token have, however many tokens
+              went with it, which is slower
+    sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers and with exact="requests", else 64
     spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "none"; default:
               the first, but none on CPU drivers. docs/drafts.md tells when a text has the same bits
     draft_max, draft_min  drafts of a step, at most and at least
@@ -132,7 +136,8 @@ def open_model(
     where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
     begun = time.perf_counter()
     engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
-    return LoadedModel(engine, time.perf_counter() - begun, options.sequences, options.drafts(software=engine.device.caps.software))
+    sequences = options.sequences or (PINNED_SEQUENCES if engine.pinned else None)
+    return LoadedModel(engine, time.perf_counter() - begun, sequences, options.drafts(software=engine.device.caps.software))
 
 
 def reported(progress: bool | Report, who: str = "model") -> Report | None:

@@ -18,7 +18,7 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     ContextOption,
     DeviceOption,
-    ExactOption,
+    ExactRequestsOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
@@ -63,7 +63,8 @@ def serve(
         typer.Option(help="An origin of pages that may use the server through a browser, as https://example.com, or *; may be repeated."),
     ] = None,
     parallel: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Requests that run at once, at most [default: 8 on CPU drivers, else 32].")
+        int | None,
+        typer.Option(min=1, max=64, help="Requests that run at once, at most [default: 8 on CPU drivers and with --exact, else 32]."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 32,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
@@ -78,7 +79,7 @@ def serve(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
-    exact: ExactOption = False,
+    exact: ExactRequestsOption = False,
     lora: LoraOption = None,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
@@ -98,7 +99,14 @@ def serve(
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     log_to_stderr()
     how = load_options(
-        ctx=ctx, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+        ctx=ctx,
+        act=act,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        exact=exact and "requests",
+        lora=adapters,
+        progress=bars(),
     )
     worker = Worker(lambda: load_model(path, device, how), parallel=parallel, max_queue=max_queue, reuse=reuse, alias=alias)
     try:

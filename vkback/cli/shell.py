@@ -72,6 +72,9 @@ CompileOnlyOption = Annotated[
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Logits of a token have the same bits however many tokens went with it; slower.")
 ]
+ExactRequestsOption = Annotated[
+    bool, typer.Option("--exact", help="A request's text has the same bits whoever else is served; slower where few are.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 SpecTypeOption = Annotated[

@@ -22,7 +22,7 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     DeviceOption,
     EngineLike,
-    ExactOption,
+    ExactRequestsOption,
     ModelOption,
     UbatchOption,
     UsageError,
@@ -131,7 +131,7 @@ def batch(
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
-    exact: ExactOption = False,
+    exact: ExactRequestsOption = False,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each row once before it is measured.")] = True,
     delay: Annotated[float, typer.Option("--delay", min=0.0, help="Seconds to rest before each row.")] = 0.0,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
@@ -147,7 +147,7 @@ def batch(
         ubatch=ubatch,
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
-        exact=exact,
+        exact=exact and "requests",
         progress=bars(progress or sys.stderr.isatty()),
     )
     command = shlex.join(["vkbench", *sys.argv[1:]])

@@ -30,7 +30,7 @@ from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import DraftCounts, DraftError, Drafts, Pace, Probe
 from vkback.engine.kernels import KernelCompiler
-from vkback.engine.load_options import LoadOptions
+from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
@@ -128,7 +128,9 @@ class Engine:
             row_lanes=row_lanes_found(device, self.library),
         )
         self.fusion = options.fusion
-        self._plans = Plans(model, exact_context(ctx) if options.exact else ctx, n_ctx, fusion=options.fusion, cache=cache)
+        self.pinned = options.exact == "requests"
+        """Texts of a batch have the same bits whoever else is served."""
+        self._plans = Plans(model, exact_context(ctx) if options.exact is True else ctx, n_ctx, fusion=options.fusion, cache=cache)
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
@@ -182,7 +184,7 @@ class Engine:
         ubatch: int | None = None,
         cache_type_k: str = "f16",
         cache_type_v: str = "f16",
-        exact: bool = False,
+        exact: Exact = False,
         lora: LoraLike | Sequence[Given] | None = None,
         lora_scale: float | Sequence[float] = 1.0,
         meanwhile: Callable[[Engine], object] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vkback import checks
 from vkback.engine.drafts import CLASSES, MOST, Drafts
@@ -16,6 +16,10 @@ from vkback.plan.passes.fuse import FUSIONS
 
 SPEC_TYPES = ("none", "ngram-simple")
 
+Exact = bool | Literal["requests"]
+"""What has the same bits (docs/batch_invariance.md). "requests": a request, whoever else is served; True: the logits of a token, however
+many go with it."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -25,7 +29,8 @@ class LoadOptions:
     act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch  tokens of a prompt that go through the weights at once, at most; None: 512, on CPU drivers 64
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0", in any case: what keys and values are kept as
-    exact   the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py)
+    exact   True: the logits of a token have the same bits however many tokens went with it (vkback/plan/exact.py); "requests": texts of a
+            batch have, whoever else is served (vkback/engine/batch)
     sequences  texts of a batch that run at once, at most; None: as many as pay (vkback/api/model.py)
     lora    adapter files (vkback/models/adapter.py)
     spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
@@ -43,7 +48,7 @@ class LoadOptions:
     ubatch: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    exact: bool = False
+    exact: Exact = False
     sequences: int | None = None
     lora: tuple[Given, ...] = ()
     spec_type: str | None = None
@@ -76,14 +81,19 @@ class LoadOptions:
         checks.choice("fusion", self.fusion, FUSIONS)
         if self.repack is not None:
             checks.choice("repack", self.repack, REPACKS)
-        self._set("exact", checks.flag("exact", self.exact))
+        if not isinstance(self.exact, str):
+            self._set("exact", checks.flag("exact", self.exact))
+        elif self.exact != "requests":
+            raise checks.wrong("exact", self.exact, 'True, False or "requests"')
         self._set("lora", given(self.lora))
         if self.progress is not None and not callable(self.progress):
             raise checks.wrong("progress", self.progress, "a function, or None")
 
     def drafts(self, *, software: bool) -> Drafts | None:
         """What texts may draft; software: on a CPU driver."""
-        wanted = self.spec_type or ("none" if software and not self.spec_pinned else "ngram-simple")
+        # How wide a step with drafts is depends on what pays, and so on the time that steps took.
+        none = (software or self.exact == "requests") and not self.spec_pinned
+        wanted = self.spec_type or ("none" if none else "ngram-simple")
         if wanted == "none" and not self.spec_pinned:
             return None
         most = 0 if wanted == "none" else MOST if self.draft_max is None else min(self.draft_max, MOST)

@@ -34,7 +34,8 @@ from vkback.server.queued import QueuedRequest, asked_of, require_time
 log = logging.getLogger("vkback.server")
 
 PARALLEL, CPU_PARALLEL = 32, 8
-"""Requests that run at once unless somebody says how many; on a CPU driver more take as much longer."""
+"""Requests that run at once unless somebody says how many; on a CPU driver more take as much longer, and with pinned steps one takes as
+long as all."""
 
 JOIN_S = 15.0
 """How long the end of the server waits for the device."""
@@ -72,15 +73,18 @@ class Worker:
         reuse: bool = True,
         alias: str | None = None,
     ) -> None:
-        """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: 8 on CPU drivers,
-        else 32. reuse: keep what a prompt shares with those before. alias: what clients may call the
+        """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: 8 on CPU drivers
+        and with exact="requests", else 32. reuse: keep what a prompt shares with those before. alias: what clients may call the
         model beside its file's name; replies give it, too."""
         self._load, self._max_queue, self.reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
         self.facts = self._model
         """The model, also while its device is lost: for what needs none, as tokens of a text."""
         engine = self._model.engine
-        self.parallel = parallel or (CPU_PARALLEL if engine.device.caps.software else PARALLEL)
+        few = engine.device.caps.software or engine.pinned
+        self.parallel = parallel or (CPU_PARALLEL if few else PARALLEL)
+        if engine.pinned and self.parallel == 1:
+            self.reuse = False  # it may be rows that steps made, which a request alone reads
         file_name = self._model.name.removesuffix(".gguf")
         self.model_name = alias or file_name
         self.model_names = {self.model_name, file_name}

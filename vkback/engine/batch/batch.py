@@ -165,7 +165,7 @@ class Batch:
         max_rows: int | None = None,
         page: int = PAGE,
         prompt_share: float = 1 / 3,
-        pinned: bool = False,
+        pinned: bool | None = None,
         max_step_tokens: int | None = None,
         prefill: int | None = None,
     ) -> None:
@@ -176,7 +176,7 @@ class Batch:
         max_rows   of one sequence, default and at most: the engine's context
         prompt_share  most share of the time that prompts take while texts run
         pinned     a text has the same bits whoever else is served (docs/batch_invariance.md): all steps have max_step_tokens columns, and
-                   how a prompt is read depends on its length alone
+                   how a prompt is read depends on its length alone; default: as the engine was loaded
         max_step_tokens  most columns of a step, which running texts and short prompts share; at least `sequences`, default: 64, with
                    `pinned` and on CPU drivers as many as `sequences`
         prefill    most tokens of a prompt that go through steps; 0: none; default: 64, on CPU drivers 8, with `pinned` max_step_tokens
@@ -185,6 +185,7 @@ class Batch:
         if sequences > CLASSES[-1]:
             raise wrong("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", "batch")
         self.engine, self.device = engine, engine.device
+        pinned = engine.pinned if pinned is None else pinned
         recurrent, software = engine.model.architecture.recurrent, engine.device.caps.software
         if max_step_tokens is None:
             max_step_tokens = sequences if software or recurrent or pinned else CLASSES[-1]
