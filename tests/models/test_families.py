@@ -90,8 +90,16 @@ def test_delta_nets(tiny: Tiny) -> None:
     assert nodes["delta_net_rms-0"].params["eps"] == pytest.approx(1e-3) and nodes["delta_net_rms-0"].inputs[0].shape == (4, 6, 16)
     assert nodes["final_output-0"].inputs[0].name == "z-0", "z is the gate, the norm is multiplied"
     assert nodes["attn_gated-1"].inputs[0].name == "gate-1" and nodes["Qcur_rope-1"].params["n_dims"] == 20
-    model = Model.open(tiny("tiny-qwen35moe"))
-    assert model.hp.n_layer == 2 and {name.split(".")[1] for name in model.architecture.unused_tensors} == {"2"}
+
+
+def test_the_blocks_of_qwen35moe_that_predict_further_tokens_stay_unread(tiny: Tiny) -> None:
+    """Here the block with attention, whose attn_q stays whole."""
+    model = Model.open(changed(tiny("tiny-qwen35moe"), metadata={"nextn_predict_layers": 1}))
+    assert model.hp.n_layer == 1 and {name.split(".")[1] for name in model.architecture.unused_tensors} == {"1"}
+    extra = {"blk.1.nextn.eh_proj.weight": model.file.tensors["blk.0.attn_qkv.weight"]}
+    again = Model.of(replace(model.file, tensors={**model.file.tensors, **extra}))
+    assert "blk.1.nextn.eh_proj.weight" in again.architecture.unused_tensors and "blk.1.attn_q.weight" in again.file.tensors
+    assert [n.name for n in again.graph(1, 32, head="last").nodes if n.op == "FLASH_ATTN_EXT"] == []
 
 
 def test_query_and_gate_take_turns_in_attn_q(tiny: Tiny) -> None:
@@ -122,7 +130,7 @@ def test_older_files_of_qwen3next_have_one_matrix_by_groups(tiny: Tiny, tmp_path
 def test_the_gate_of_a_shared_expert_may_be_a_row_of_a_matrix(tiny: Tiny) -> None:
     f = Model.open(tiny("tiny-qwen35moe")).file
     row = {name: replace(t, shape=(1, *t.shape)) for name, t in f.tensors.items() if name.endswith("ffn_gate_inp_shexp.weight")}
-    assert len(row) == 3
+    assert len(row) == 2
     Model.of(replace(f, tensors={**f.tensors, **row})).graph(1, 32, head="last")
 
 

@@ -24,8 +24,8 @@ def logits(path: Path, tokens: list[int]) -> Logits:
 
 
 def delta_net_layers(f: Checkpoint) -> list[bool]:
-    """Which layers are delta nets, of those that are not for tokens beyond the next one."""
-    return [(il + 1) % f.get("full_attention_interval") != 0 for il in range(f.get("block_count") - f.get("nextn_predict_layers", 0))]
+    """Which layers are delta nets."""
+    return [(il + 1) % f.get("full_attention_interval") != 0 for il in range(f.get("block_count"))]
 
 
 def delta_net_config(f: Checkpoint, **more: Any) -> dict[str, Any]:

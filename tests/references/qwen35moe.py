@@ -14,7 +14,6 @@ from references.qwen35 import delta_net_config, delta_net_layers, mixer, zero_ce
 def logits(path: Path, tokens: list[int]) -> Logits:
     """Logits [len(tokens), n_vocab]."""
     f = _Experts(path)
-    f.unread -= {name for name in f.unread if name.startswith(f"blk.{len(delta_net_layers(f))}.")}  # of tokens beyond the next one
     state = zero_centered(outer(f))
     for il, recurs in enumerate(delta_net_layers(f)):
         layer: State = {}

@@ -113,8 +113,7 @@ class Qwen35(Architecture):
 
     @classmethod
     def tensors_of_layer(cls, s: ModelShape, il: int) -> Tensors:
-        n_layer = s.n_layer - int(s.metadata.get(MTP, 0))
-        if il < n_layer and (il + 1) % int(s.metadata["full_attention_interval"]):
+        if (il + 1) % int(s.metadata["full_attention_interval"]):
             yield from delta_net_tensors(s, cls.gates(s))
         else:
             for name, (rows, *rest) in attention_tensors(s):
@@ -122,10 +121,6 @@ class Qwen35(Architecture):
             yield from qk_norm_tensors(s)
         yield "post_attention_norm.weight", (s.n_embd,)
         yield from cls.feed_tensors(s)
-        if il >= n_layer:
-            yield "nextn.eh_proj.weight", (s.n_embd, 2 * s.n_embd)
-            yield "nextn.enorm.weight", (s.n_embd,)
-            yield "nextn.hnorm.weight", (s.n_embd,)
 
     @classmethod
     def gates(cls, s: ModelShape) -> Tensors:

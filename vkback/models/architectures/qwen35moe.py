@@ -50,7 +50,7 @@ class Qwen35Moe(Qwen35):
         ),
         "tiny-qwen35moe": ModelShape(
             "qwen35moe",
-            3,
+            2,
             96,
             0,
             4,
@@ -64,7 +64,7 @@ class Qwen35Moe(Qwen35):
             n_expert=7,
             n_expert_used=3,
             n_ff_expert=96,
-            metadata={**TINY, SECTIONS: (3, 3, 2, 0), "full_attention_interval": 2, SHARED: 64, MTP: 1},
+            metadata={**TINY, SECTIONS: (3, 3, 2, 0), "full_attention_interval": 2, SHARED: 64},
         ),
     }
 

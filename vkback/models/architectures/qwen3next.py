@@ -14,7 +14,7 @@ from vkback.gguf.hparams import Metadata
 from vkback.models.architecture import register
 from vkback.models.architectures.qwen35 import PUBLISHED, TINY
 from vkback.models.architectures.qwen35moe import SHARED, Qwen35Moe
-from vkback.models.delta_net import KEYS, delta_net_sizes
+from vkback.models.delta_net import KEYS, delta_net_sizes, recurrent_layers
 from vkback.models.keys import EXPERTS, MTP, SECTIONS
 from vkback.models.shape import ModelShape, Tensors
 
@@ -76,11 +76,14 @@ class Qwen3Next(Qwen35Moe):
         """With the weights of ssm_ba, and of ssm_in, as weights of their own."""
         f = super().opened(f)
         m = Metadata(f, cls.varying, cls.keys)
-        s = delta_net_sizes(m, tiled=cls.tiled)
+        hp, s = m.hparams(cls.rope_mode, dense=cls.dense), delta_net_sizes(m, tiled=cls.tiled)
+        n_layer = hp.n_layer - m.count(MTP, 0, least=0)
         values = s.each * s.dim
         cuts: dict[str, tuple[int, Sequence[tuple[str, int]]]] = {}
-        for il in range(m.layers()):
+        for il in (il for il, recurs in enumerate(recurrent_layers(m, n_layer, hp.n_layer)) if recurs):
             block = f"blk.{il}"
+            if f"{block}.ssm_ba.weight" not in f.tensors:
+                raise hp.missing(f"{block}.ssm_ba.weight")
             qkv, z = f"{block}.attn_qkv.weight", f"{block}.attn_gate.weight"
             cuts[f"{block}.ssm_ba.weight"] = (s.n_group, ((f"{block}.ssm_beta.weight", s.each), (f"{block}.ssm_alpha.weight", s.each)))
             cuts[f"{block}.ssm_in.weight"] = (s.n_group, ((qkv, s.key), (qkv, s.key), (qkv, values), (z, values)))
