@@ -10,7 +10,14 @@ import numpy as np
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.models import GgufFile
-from vkback.models.synth import synthesize
+from vkback.models.architecture import ARCHITECTURES
+from vkback.models.synth import SHAPES, synthesize
+
+ALL_TINY = [name for name in SHAPES if name.startswith("tiny-")]
+TINY = [name for name in ALL_TINY if ARCHITECTURES[SHAPES[name].arch].causal]
+"""Shapes of models that make text."""
+ENCODERS = [name for name in ALL_TINY if name not in TINY]
+"""Shapes of models that make vectors of texts alone."""
 
 
 def tiny(arch: str, folder: Path) -> Path:

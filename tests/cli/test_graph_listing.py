@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_kit import call
+from tiny_models import ALL_TINY
 
 from vkback.cli import main
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.registry import Model
-from vkback.models.synth import SHAPES, write_outline
+from vkback.models.synth import write_outline
 from vkback.ops.attention.chain import padded
 from vkback.ops.cost import total
 from vkback.ops.glu import GLU
@@ -196,8 +197,9 @@ def test_a_gated_unit_is_its_activation_and_a_product(name: str) -> None:
 def test_every_op_of_a_model_has_a_rule_of_costs(tmp_path: Path) -> None:
     """And so has what fusion makes of them; ops beside any model's graph may do without."""
     used = {"LINEAR", "ATTN_DECODE", "QKV_ROPE_SET_ROWS", "RMS_NORM_MUL", "ADD_RMS_NORM_MUL", "MOE_ROUTER", "QUANTIZE_Q8_1", "ROPE_ANGLES"}
-    for shape in (name for name in SHAPES if name.startswith("tiny-")):
-        graph = outline(f"{shape}-Q8_0", tmp_path, layers=2).graph(2, 64, head="last")
+    for shape in ALL_TINY:
+        model = outline(f"{shape}-Q8_0", tmp_path, layers=2)
+        graph = model.graph(2, 64, head="last") if model.architecture.causal else model.text_graph(2, 64, model.text_kinds()[-1])
         used |= {node.op for form in (graph, elementary(graph, 32)) for node in form.nodes} - {"VIEW"}
     for name in used:
         node = next(iter(OPS[name].cases())).build().node

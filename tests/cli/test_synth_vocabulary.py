@@ -15,7 +15,7 @@ from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
 from vkback.models import GgufFile, Model, Tokenizer
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.synth import SHAPES, synthesize, write_outline
-from vkback.models.synth_vocabulary import SPM, add_vocabulary, made_vocabulary
+from vkback.models.synth_vocabulary import SPM, WORD_PIECE, add_vocabulary, made_vocabulary
 
 TEXT = "Hello there, the world!  1234\n\tné 日本 🙂"
 
@@ -28,7 +28,7 @@ def kind_of(shape: str) -> str:
 def test_every_shape_has_a_vocabulary_of_its_size(shape: str) -> None:
     made = made_vocabulary(kind_of(shape), SHAPES[shape].n_vocab)
     assert len(made.tokens) == len(set(made.tokens)) == len(made.types) == SHAPES[shape].n_vocab
-    assert kind_of(shape) in (SPM, *PRE_TOKENIZERS)
+    assert kind_of(shape) in (SPM, WORD_PIECE, *PRE_TOKENIZERS)
 
 
 @pytest.mark.parametrize(("kind", "n_vocab"), sorted({(kind_of(shape), SHAPES[shape].n_vocab) for shape in SHAPES if "tiny" in shape}))
@@ -39,6 +39,13 @@ def test_text_goes_in_and_comes_out(kind: str, n_vocab: int, tmp_path: Path) -> 
     writer.write_kv_data_to_file()
     writer.close()
     found = Tokenizer.from_gguf(GgufFile.open(tmp_path / "v.gguf"))
+    if kind == WORD_PIECE:
+        text = "hello there the world 1234 ne"
+        ids = found.encode(text)
+        assert found.decode(ids) == f" {text}" and max(ids) < n_vocab == found.n_vocab
+        assert ids[0] == found.bos and ids[-1] == found.end and len(found.encode("the cat", add_bos=False)) < 8
+        assert found.pieces(found.encode("Ab, 日本", add_bos=False)) == [" ab", "[UNK]", "[UNK]", "[UNK]"], "no letters, no tokens"
+        return
     ids = found.encode(TEXT)
     assert found.decode(ids) == TEXT and max(ids) < n_vocab == found.n_vocab
     assert len(found.encode(" the cat", add_bos=False)) < 8, "words of two letters are tokens"

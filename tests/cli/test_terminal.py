@@ -27,6 +27,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "devices": ((),),
     "run": (("-p", "The", "-n", "4", "-c", "64"),),
     "perplexity": (("-f", "TEXT", "-c", "64", "--chunks", "1"),),
+    "embed": (("--pooling", "mean", "-c", "64", "The", "sea"),),
     "synth": (("--list",),),
     "graph": (("-m", "demo-moe"), ("-m", "demo-dense", "-f", "list"), ("-m", "demo-dense", "-f", "ir")),
     "plan": tuple((*H200, "-m", m, "-c", "512", *more) for m in ("demo-dense", "demo-moe") for more in ((), ("-v",), ("-t", "512"))),
@@ -111,7 +112,7 @@ def test_what_commands_print_fits_and_has_no_colour(files: dict[str, str], monke
 @pytest.mark.vulkan
 def test_json_is_all_there_is_on_stdout(files: dict[str, str]) -> None:
     runner = CliRunner()
-    for name in ("run", "perplexity", "test-ops", "doctor", "explain"):  # tests of their own read what the others print
+    for name in ("run", "perplexity", "embed", "test-ops", "doctor", "explain"):  # tests of their own read what the others print
         ran = runner.invoke(main.app, [name, *(files.get(a, a) for a in RUNS[name][0]), "--json"])
         assert ran.exit_code == 0, (name, ran.output, ran.exception)
         found = json.loads(ran.stdout)
@@ -122,6 +123,7 @@ def test_json_is_all_there_is_on_stdout(files: dict[str, str]) -> None:
 FIELDS = {
     "run": {"prompt", "prompt_tokens", "text", "tokens", "prompt_s", "generation_s", "compile_s"},
     "perplexity": {"perplexity", "error", "tokens", "chunks", "chunk", "against"},
+    "embed": {"object", "model", "data"},
     "test-ops": {"op_name", "op_params", "passed", "nmse", "tolerance_nmse"},
     "doctor": {"ran", "failures", "switches", "cures", "verdict", "device", "driver"},
     "explain": {"case", "device", "choices", "dispatches"},

@@ -14,20 +14,18 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for
 from make_gguf import write_gguf
-from tiny_models import changed
+from tiny_models import TINY, changed
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.sampler import add_sampler
 from vkback.models import GgufError, GgufFile, Model
 from vkback.models.naming import model_description
-from vkback.models.synth import SHAPES
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 
 H200 = "nvidia_h200_linux"
 PROFILES = ("llvmpipe_mesa_22_debian12", "broadcom_v3d_7_1_pi5", "apple_m1_honeykrisp", H200)
-TINY = [name for name in SHAPES if name.startswith("tiny-")]
 
 
 def token_plan(model: Model, profile: str, n_ctx: int = 4096, fusion: str = "all") -> Schedule:

@@ -9,17 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import TINY
 
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
 from vkback.engine.batch.scheduler import ScheduleError
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, SamplerError
-from vkback.models import ARCHITECTURES
 from vkback.models.synth import synthesize
 from vkback.ops.sampling.sample import noise
-
-TINY = sorted(shape for arch in ARCHITECTURES.values() for shape in arch.shapes if shape.startswith("tiny-"))
 
 N_CTX = 96
 PAGE = 16

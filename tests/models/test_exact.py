@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
+from tiny_models import TINY
 
 from vkback.api.model import LoadedModel
 from vkback.api.options import GenerateOptions
@@ -17,7 +18,7 @@ from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.snapshot import StateError
 from vkback.models import Model
-from vkback.models.synth import SHAPES, synthesize
+from vkback.models.synth import synthesize
 from vkback.ops.dispatch import Dispatch
 from vkback.paths import builtin_models
 from vkback.plan.exact import exact_context, without_logits
@@ -25,7 +26,6 @@ from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary, Variant
 from vkback.shader.contraction import as_written, instructions
 
-TINY = [name for name in SHAPES if name.startswith("tiny-")]
 BUILT_IN = {p.stem: p for p in builtin_models()}
 VARIETIES = ("tiny-deepseek2-legacy", "tiny-deepseek2-sigmoid", "tiny-phi3-long")
 """Shapes that differ from another of their architecture in what each token has by itself: plans of them are compared, but not run."""

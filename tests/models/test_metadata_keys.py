@@ -105,7 +105,8 @@ def test_values_that_change_nothing_are_taken(arch: str, outlines: Callable[[str
     same = {"attention.key_length_swa": "attention.key_length", "rope.dimension_count_swa": "rope.dimension_count"}
     architecture(with_keys(f, **{key: f.metadata[f"{arch}.{other}"] for key, other in same.items()}))
     off = ("attention.scale", "final_logit_softcapping", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor")
-    found = architecture(with_keys(f, **dict.fromkeys(off, 0.0), rope__scaling__yarn_ext_factor=-1.0, attention__causal=True))
+    found_causal = ARCHITECTURES[arch].causal
+    found = architecture(with_keys(f, **dict.fromkeys(off, 0.0), rope__scaling__yarn_ext_factor=-1.0, attention__causal=found_causal))
     plain = architecture(with_keys(f, **dict.fromkeys(off)))
     assert dataclasses.replace(found.hp, path=plain.hp.path) == plain.hp
 
@@ -137,9 +138,21 @@ def test_a_refusal_names_all_keys_in_one_line(outlines: Callable[[str], list[Ggu
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_model_that_sees_what_comes_is_refused(arch: str, outlines: Callable[[str], list[GgufFile]]) -> None:
-    with pytest.raises(GgufError, match=rf"{arch}\.attention\.causal is False, expected true"):
-        architecture(with_keys(outlines(arch)[0], attention__causal=False))
+def test_a_model_that_sees_what_comes_makes_no_text(arch: str, outlines: Callable[[str], list[GgufFile]]) -> None:
+    f = with_keys(outlines(arch)[0], attention__causal=False)
+    if ARCHITECTURES[arch].recurrent:
+        with pytest.raises(GgufError, match=rf"{arch}\.attention\.causal is False, expected true"):
+            architecture(f)
+        return
+    model = Model.of(f)
+    assert model.text_kinds() and not model.architecture.causal
+    with pytest.raises(GgufError, match=r"sees whole texts and makes none; expected a use of their vectors: vkback embed"):
+        model.graph(1, 32, head="last")
+
+
+def test_an_encoder_that_calls_itself_causal_is_refused(outlines: Callable[[str], list[GgufFile]]) -> None:
+    with pytest.raises(GgufError, match=r"bert\.attention\.causal is True, expected false: in bert a token sees all of its text"):
+        architecture(with_keys(outlines("bert")[0], attention__causal=True))
 
 
 def test_a_window_of_an_architecture_without_windows_is_refused(outlines: Callable[[str], list[GgufFile]]) -> None:
@@ -161,9 +174,9 @@ def test_settled_values_are_taken_and_others_refused(outlines: Callable[[str], l
 
 @pytest.mark.vulkan
 def test_keys_without_a_part_are_named_at_the_load(tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata(pooling_type=1), llama_tensors())
+    path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata(decoder_start_token_id=1), llama_tensors())
     Engine.load(path, device, progress=False).close()
-    assert caplog.messages == [f"{path}: metadata without a part in the text is not used: llama.pooling_type"]
+    assert caplog.messages == [f"{path}: metadata without a part in the text is not used: llama.decoder_start_token_id"]
 
 
 # --- keys that change the mathematics ----------------------------------------------------------------------------------------------

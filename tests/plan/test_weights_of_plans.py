@@ -7,11 +7,13 @@ from typing import Any, cast
 
 import pytest
 from kernel_paths import planned_for
+from tiny_models import ENCODERS, TINY
 
 from vkback.graph import Node, Tensor
 from vkback.models import Model
 from vkback.models.builder import Head
-from vkback.models.synth import SHAPES, outline
+from vkback.models.synth import outline
+from vkback.models.texts import POOLINGS, Texts, ranks
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_node import weight
 from vkback.ops.op import OPS
@@ -19,7 +21,6 @@ from vkback.plan.exact import exact_context
 from vkback.plan.planner import plan
 from vkback.program import Program
 
-TINY = tuple(name for name in SHAPES if name.startswith("tiny-"))
 PROFILES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv")
 
 
@@ -38,6 +39,23 @@ def test_programs_of_any_size_use_the_weights_that_are_loaded(shape: str, profil
     loaded = weights(model, ctx, 1, "last") | weights(model, ctx, 2, "none")
     for n, head in ((2, "last"), (2, "all"), (8, "none"), (16, "all"), (17, "all"), (64, "last"), (512, "none")):
         assert weights(model, ctx, n, cast(Head, head)) <= loaded, (n, head)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("shape", [*ENCODERS, "tiny-llama", "tiny-qwen3", "tiny-deepseek2", "tiny-gemma3", "tiny-qwen3moe", "tiny-gpt2"])
+def test_programs_of_whole_texts_use_the_weights_that_are_loaded(shape: str, profile: str) -> None:
+    model, ctx = Model.of(outline(f"{shape}-Q8_0")), planned_for(profile)
+
+    def of_texts(n: int, texts: Texts) -> set[tuple[str, tuple[int, ...]]]:
+        tensors = plan(model.text_graph(n, 64, texts), ctx).tensors().values()
+        return {(t.name, t.shape) for t in tensors if t.kind == "weight"}
+
+    loaded = {weight for texts in model.text_kinds() for weight in of_texts(16, texts)}
+    if model.architecture.causal:
+        loaded |= weights(model, ctx, 1, "last") | weights(model, ctx, 16, "none")
+    for pooling in [p for p in POOLINGS if p != "rank" or ranks(model.hp)]:
+        for n, texts in ((16, 1), (64, 64), (512, 1), (512, 64)):
+            assert of_texts(n, Texts(texts, pooling)) <= loaded, (n, texts, pooling)
 
 
 def test_a_weight_that_was_not_loaded_is_named() -> None:

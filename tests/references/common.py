@@ -20,6 +20,8 @@ from gguf.quants import dequantize
 transformers.logging.set_verbosity_error()  # it warns of contexts as short as those of tiny models
 
 Logits = npt.NDArray[np.float64]
+Vectors = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+"""Of a text: [tokens, n_embd] of its tokens, [width] of the whole."""
 State = dict[str, Any]
 """Tensors of a model by their names in `transformers`."""
 
@@ -97,6 +99,23 @@ def config(f: Checkpoint, **more: Any) -> dict[str, Any]:
         "pad_token_id": None,
     }
     return given | more
+
+
+def encoder_config(f: Checkpoint) -> dict[str, Any]:
+    """Arguments that configurations of encoders take."""
+    given = config(f)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    own = {name: given[name] for name in (*names, "attn_implementation", "bos_token_id", "eos_token_id")}
+    rope = {"rope_parameters": given["rope_parameters"]} if f.arch != "bert" else {}
+    return own | rope | {"pad_token_id": 0}
+
+
+def vectors_of(f: Checkpoint, model: Any, tokens: Sequence[int], segments: Sequence[int] | None) -> Vectors:
+    """What an encoder makes of one text, and that pooled as the file says: mean (1), first token (2) or last (3)."""
+    kinds = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
+    with torch.no_grad():
+        hidden = model(input_ids=torch.tensor([list(tokens)]), **kinds).last_hidden_state[0].numpy()
+    return hidden, {1: hidden.mean(axis=0), 2: hidden[0], 3: hidden[-1]}.get(f.get("pooling_type"), hidden[0])
 
 
 def layer_norm_config(f: Checkpoint, name: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.api.tools.known import GENERAL, format_of
 from vkback.api.tools.use import ToolLike, ToolUse
+from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
 from vkback.engine.drafts import Drafts
@@ -44,6 +45,7 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.models.adapter import Given, LoraLike
 from vkback.models.adapter import given as adapters_given
 from vkback.models.naming import model_title
+from vkback.models.texts import Pooling
 from vkback.ops.lowering import Act
 from vkback.report.bars import Bars
 
@@ -149,7 +151,7 @@ def reported(progress: bool | Report, who: str = "model") -> Report | None:
 
 def _compile_ahead(engine: Engine) -> None:
     """What nearly every use needs, while weights are on their way. A CPU driver needs the cores for those, and seconds for each kernel."""
-    if not engine.device.caps.software and engine.model.has_text:
+    if not engine.device.caps.software and engine.model.has_text and engine.model.architecture.causal:
         engine.compile(sampler=Options().sampler)
 
 
@@ -421,6 +423,76 @@ class LoadedModel:
         """An empty text that grows, may be saved, loaded and forked."""
         self._require_open("session")
         return Session(self)
+
+    # -- vectors
+
+    def embed(self, texts: Prompt | Prompts, *, normalize: bool = True, pooling: Pooling | None = None) -> Vectors:
+        """A vector for each text, given as text or token ids: float32 [n, n_embd], n_embd being `embedding_width`; of one text [n_embd].
+
+        normalize  scale every vector to length 1, so that the dot product of two is their cosine
+        pooling    "mean", "cls" (the first token's), "last" (the last token's); None: what the file says, of an encoder that says nothing
+                   "mean"
+
+        As many texts go through at once as have room. What a session or a stream holds stays. Raises ModelError for a text without a token,
+        for a file that does not say how to pool and a call that does not either; ContextLengthError for a text longer than the context.
+        """
+        one = given.several(texts) is None and not (isinstance(texts, list | tuple) and not texts)
+        prompts: list[Prompt] = [cast(Prompt, texts)] if one else [cast(Prompt, text) for text in texts]
+        with self.using("embed", keep=True) as engine:
+            if pooling is not None:
+                pooling = given.choice("pooling", pooling, EMBEDS)
+            found = list(vectors(engine, self.text_ids(prompts), pooling, given.flag("normalize", normalize)))
+        rows = np.stack(found) if found else np.zeros((0, self.embedding_width), np.float32)
+        return rows[0] if one else rows
+
+    def embed_tokens(self, text: Prompt, *, normalize: bool = False) -> Vectors:
+        """What each token of a text comes out as: float32 [tokens, n_embd], before any pooling."""
+        with self.using("embed_tokens", keep=True) as engine:
+            (found,) = vectors(engine, self.text_ids([text]), "none", normalize)
+        return found
+
+    def rank(self, query: str, documents: Sequence[str]) -> Vectors:
+        """How well each document answers a query, by a reranker's classifier: float32 [n], the more the better. Scores are what the
+        classifier gives (logits), of Qwen3's probabilities. Raises ModelError where the file has no classifier."""
+        if isinstance(documents, str) or not all(isinstance(each, str) for each in documents):
+            raise given.wrong("documents", documents, "a list of texts")
+        with self.using("rank", keep=True) as engine:
+            pairs = [self.pair_ids(query, document, i) for i, document in enumerate(documents)]
+            return ranked(engine, pairs)
+
+    @property
+    def embedding_width(self) -> int:
+        """Values of a vector that `embed` gives."""
+        return width(self.engine.model)
+
+    def text_ids(self, texts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids of whole texts, with what the model wants at their beginning and end. Raises ModelError, ContextLengthError."""
+        found = []
+        for i, text in enumerate(texts):
+            self.require_room(text)
+            ids = self.tokenizer.encode(text) if isinstance(text, str) else given.token_ids(f"texts[{i}]", text, self.n_vocab)
+            found.append(self._fitting(ids, i))
+        return found
+
+    def pair_ids(self, query: str, document: str, i: int = 0) -> Pair:
+        """Token ids of a query and a document, as the model wants two texts, and the segment of each. Raises ModelError,
+        ContextLengthError."""
+        for text in (query, document):
+            self.require_room(text)
+        f = self.engine.model.file
+        template = f.metadata.get(f"{TEMPLATE_KEY}.rerank")
+        two_ends = f.arch == "bert" and f.metadata.get("tokenizer.ggml.model") != "bert"  # of BERT's shape, but not of its vocabulary
+        own = template if isinstance(template, str) else None
+        pair = pair_of(self.tokenizer, query, document, template=own, two_ends=two_ends)
+        self._fitting(pair[0], i)
+        return pair
+
+    def _fitting(self, ids: list[int], i: int) -> list[int]:
+        if not ids:
+            raise ModelError(f"[model] {self.name}: text {i} has no token; give another text")
+        if len(ids) > self.n_ctx:
+            raise too_long(len(ids), self.n_ctx, f"texts[{i}]: ")
+        return ids
 
     # -- numbers
 

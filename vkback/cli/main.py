@@ -14,6 +14,7 @@ COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
     "run": ("run:generate", "Continue a text."),
     "chat": ("chat:chat", "Talk to a model on the terminal."),
+    "embed": ("embed:embed", "Vectors of texts, and how alike they are."),
     "serve": ("serve:serve", "Serve a model by the endpoints of OpenAI's API."),
     "perplexity": ("perplexity:perplexity", "Perplexity of a text; KL divergence between two runs."),
     "finetune": ("finetune:finetune", "Train adapters (LoRA) beside a model's weights."),

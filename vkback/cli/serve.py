@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.chat import TemplateKwargsOption, template_text, template_variables, told_format
+from vkback.cli.embed import PoolingOption, pooling_named
 from vkback.cli.interrupts import own_interrupts
 from vkback.cli.shell import (
     ActOption,
@@ -72,6 +73,7 @@ def serve(
     max_time: Annotated[float, typer.Option(min=0.1, help="Seconds of a request, waiting included.")] = 600.0,
     strict: Annotated[bool, typer.Option(help="Refuse fields of requests that there are not.")] = False,
     strict_model: Annotated[bool, typer.Option(help="Refuse other names of a model than this one's.")] = False,
+    pooling: PoolingOption = None,
     reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with those before it.")] = True,
     device: DeviceOption = None,
     ctx: ContextOption = None,
@@ -84,7 +86,8 @@ def serve(
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
 ) -> None:
-    """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and a chat page at /."""
+    """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/models, /health, /metrics,
+    and a chat page at /."""
     require_packages()
     from vkback.server.app import Limits, build_app
     from vkback.server.run import log_to_stderr, run_app
@@ -112,7 +115,9 @@ def serve(
     try:
         if (wrong := worker.chat_problem(chosen)) and template is not None:
             raise UsageError(f"--chat-template {template}: {wrong}")
-        if wrong:
+        if not worker.makes_text:
+            told = "a model of vectors: /v1/embeddings, and /v1/rerank if it has a classifier"
+        elif wrong:
             told = f"warning: {wrong}. Without it /v1/chat/completions and the chat page answer with that error"
         else:
             told = told_format(worker.model, chosen)
@@ -135,6 +140,7 @@ def serve(
             strict=strict,
             strict_model=strict_model,
             cors=cors or (),
+            pooling=pooling_named(pooling),
         )
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))

@@ -28,7 +28,7 @@ class DeviceState:
     def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str]) -> None:
         found = list(tensors)
         self._device = device
-        self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found), "device")
+        self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found) or aligned(1), "device")
         self.ranges: dict[str, BufferRange] = {t.name: self.arena.alloc(nbytes(t), t.name) for t in found}
         self._caches = {t.name: t for t in found if t.name in caches}
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal, cast
@@ -32,19 +33,21 @@ from vkback.engine.drafts import DraftCounts, DraftError, Drafts, Pace, Probe
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import Plans
-from vkback.engine.prompts import Prompts
+from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
 from vkback.engine.snapshot import Snapshot
+from vkback.engine.text_vectors import TextVectors
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.engine.weights import LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
 from vkback.events import Report, Reported, log, progress_log
 from vkback.gguf.tokenizer import Tokenizer
-from vkback.graph import Tensor
+from vkback.graph import Graph, Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.cache_range import overflow_message
-from vkback.models.registry import Model
+from vkback.models.registry import Model, text_inputs
+from vkback.models.texts import Pooling
 from vkback.ops.cache import QUANTIZED
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import Act, LowerContext
@@ -148,6 +151,14 @@ class Engine:
             self._rescale,
             self._plans.use_prompt_barriers,
             self._report,
+        )
+        self._texts = TextVectors(
+            device,
+            graph=self._plans.text_graph,
+            plan=self._plans.texts,
+            bind=self._bind,
+            inputs=partial(text_inputs, model.architecture),
+            rescale=self._rescale,
         )
         self._trial = BarrierTrial()
         self._checkpoint: Checkpoint | None = None
@@ -270,6 +281,7 @@ class Engine:
     def close(self) -> None:
         """Destroy everything the engine made, and the device if the engine opened it."""
         self._prompts.close()
+        self._texts.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
@@ -356,16 +368,47 @@ class Engine:
         Weights are loaded before larger programs are planned. So passes may combine weights otherwise for several tokens than for one, but
         alike for any number above one (tests/plan/test_weights_of_plans.py).
         """
-        schedules = (self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none"))
+        schedules = [self._plans.texts(graph) for graph in self._text_graphs()] if kind == "weight" else []
+        if self.model.architecture.causal:
+            schedules += [self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none")]
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 
     def _allocate_state(self) -> None:
         """Memory for the caches and recurrent states of a context."""
-        caches = {node.outputs[0].name for node in self._plans.graph(1, "none").nodes if node.op == "SET_ROWS"}
+        causal = self.model.architecture.causal
+        nodes = self._plans.graph(1, "none").nodes if causal else []
+        caches = {node.outputs[0].name for node in nodes if node.op == "SET_ROWS"}
         self._state = DeviceState(self.device, self._tensors("state").values(), caches)
         self._arenas.append(self._state.arena)
         if recurrent := self._state.recurrent:
             self._checkpoint = Checkpoint(self.device, recurrent)
+
+    def _text_graphs(self) -> list[Graph]:
+        """Those that read all that texts may: of a model that makes text none, unless it has weights for them alone."""
+        return [self._plans.text_graph(SMALLEST, texts) for texts in self.model.text_kinds()]
+
+    def vectors(
+        self, texts: Sequence[Sequence[int]], pooling: Pooling, segments: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[Floats]:
+        """Vectors of whole texts, one after the other, as `TextVectors.run` gives them. The text so far stays as it is. segments: of their
+        tokens.
+
+        Raises EngineError for a text without a token, one that is longer than the context, and vectors that are no numbers; GgufError where
+        the model cannot make them.
+        """
+        for i, text in enumerate(texts):
+            if not 0 < len(text) <= self.n_ctx:
+                raise EngineError(f"[engine] text {i} has {len(text)} tokens, expected 1 to {self.n_ctx}; load with a larger n_ctx (--ctx)")
+            self.check_ids(text)
+        at_once = max(self.ubatch, SMALLEST)
+        found = self._texts.run(texts, pooling, ubatch=at_once, n_ctx=self.n_ctx, alone=self.ctx.exact, segments=segments)
+        for i, vector in enumerate(found):
+            if not np.isfinite(vector).all():
+                raise EngineError(
+                    f"[engine] {self.model.file.path}: the vector of text {i} is not all numbers. Keys or values may be beyond the range "
+                    "of f16: load with --cache-type-k f32 --cache-type-v f32; or the file is damaged, or a kernel wrong: `vkback test-ops`"
+                )
+            yield vector
 
     def prepare(
         self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None, constrained: bool = False
@@ -463,6 +506,7 @@ class Engine:
         self._arenas.remove(self._state.arena)
         self._state.arena.destroy()
         self._token_programs.forget_penalties()
+        self._texts.close()
         if self._checkpoint:
             self._checkpoint.close()
         self._plans.n_ctx = n_ctx
@@ -832,7 +876,7 @@ def cache_types(model: Model, options: LoadOptions) -> CacheTypes:
     types = CacheTypes(options.cache_type_k.upper(), options.cache_type_v.upper())
     if types == F16_CACHE:
         return types
-    for node in model.graph(1, 1, head="none").nodes:
+    for node in (node for graph in model.whole_graphs() for node in graph.nodes):
         cache = node.outputs[0]
         type = types.v if cache.name.startswith("cache_v") else types.k
         if node.op == "SET_ROWS" and type in QUANTIZED and cache.shape[2] % quants.UNIT:

@@ -11,6 +11,7 @@ from vkback.events import log
 from vkback.graph import Graph
 from vkback.models.builder import CacheTypes, Head
 from vkback.models.registry import Model
+from vkback.models.texts import Texts
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import LowerContext
@@ -65,6 +66,14 @@ class Plans:
             ctx = with_barriers(self.ctx, self._prompt_barriers) if self._prompt_barriers else self.ctx
             self._schedules[key] = plan(graph, ctx, fusion=self._fusion)
         return self._schedules[key]
+
+    def texts(self, graph: Graph) -> Schedule:
+        """The schedule of whole texts, with barriers: a token's stages read rows of tokens after it."""
+        return plan(graph, with_barriers(self.ctx, "whole texts"), fusion=self._fusion)
+
+    def text_graph(self, n_tokens: int, texts: Texts) -> Graph:
+        """The graph of whole texts of so many tokens together."""
+        return self._model.text_graph(n_tokens, self.n_ctx, texts, self._cache)
 
     def use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""

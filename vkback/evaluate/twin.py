@@ -13,7 +13,8 @@ from vkback import quants
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Node, Tensor
 from vkback.models.builder import F16_CACHE, CacheTypes, Head
-from vkback.models.registry import Model
+from vkback.models.registry import Model, text_inputs
+from vkback.models.texts import Pooling, Texts
 from vkback.ops.case import Tolerance
 from vkback.ops.op import OPS
 
@@ -71,6 +72,18 @@ class NumpyTwin:
         }
         graph = self._graph(n, head)
         return self.run(graph, inputs, (*wanted, *(t.name for t in graph.outputs)))
+
+    def embed(self, texts: Sequence[Sequence[int]], pooling: Pooling, segments: Sequence[Sequence[int]] | None = None) -> Array:
+        """Vectors of texts, float64 [texts, width]; of every token for the pooling "none". One text goes through at a time. segments:
+        those of their tokens."""
+        found = []
+        for i, text in enumerate(texts):
+            self.reset()
+            graph = self.model.text_graph(len(text), self.n_ctx, Texts(1, pooling), self.cache)
+            given = text_inputs(self.model.architecture, graph, [text], len(text), pooling, segments[i : i + 1] if segments else None)
+            (output,) = graph.outputs
+            found.append(self.run(graph, given, [output.name])[output.name])
+        return np.concatenate(found)
 
     def run(self, graph: Graph, inputs: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
         """Run any graph of this model's weights. Values are dropped after their last use unless wanted."""

@@ -173,8 +173,6 @@ class Metadata:
         head_dim = n_embd // n_head if n_head else 0
         head_dim_k = self.count("attention.key_length", head_dim, least=least)
         n_ff = self.count("feed_forward_length", None if attends and dense else 0, least=least if dense else 0)
-        if not self._f.get(self.key("attention.causal"), bool, True):
-            raise self.fail("attention.causal", False, "true: models that make text, where a token sees those before it alone")
         moe = "expert_count" in self._keys
         n_expert = self.count("expert_count", 0, least=0) if moe else 0
         n_expert_used = self.count("expert_used_count", 0 if n_expert == 0 else None, least=min(n_expert, 1)) if moe else 0
@@ -270,16 +268,16 @@ class Metadata:
             raise self.fail(name, value, "a number from 0 to 1, or below 0 for the default")
         return value if value >= 0.0 else default
 
-    def pattern(self, name: str, n_layer: int, period: int) -> tuple[bool, ...]:
-        """Which layers see all tokens: the last of every `period`, or of as many as the key says (0: none); or as its array of booleans
-        says, one a layer, true for a sliding window."""
+    def pattern(self, name: str, n_layer: int, period: int, *, first: bool = False) -> tuple[bool, ...]:
+        """Which layers see all tokens: the last of every `period` (first: the first), or of as many as the key says (0: none); or as its
+        array of booleans says, one a layer, true for a sliding window."""
         value = self._f.metadata.get(self.key(name))
         if isinstance(value, np.ndarray):
             if value.shape != (n_layer,):
                 raise self.fail(name, f"{value.size} values", f"one for each of {n_layer} layers")
             return tuple(not bool(v) for v in value)
         period = self.count(name, period, least=0)
-        return tuple(period > 0 and il % period == period - 1 for il in range(n_layer))
+        return tuple(period > 0 and il % period == (0 if first else period - 1) for il in range(n_layer))
 
     def sections(self, name: str, pairs: int) -> None:
         """Checks that the sections of RoPE, where a file has them, are of all its pairs and of no more."""

@@ -12,8 +12,9 @@ from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head, Paging
-from vkback.models.keys import COMMON, MTP, unread_keys
+from vkback.models.keys import COMMON, MTP, POOLING, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
+from vkback.models.texts import CLASSIFIER, Pooling, Texts, ranks, rows_of, stated_pooling
 
 UNKNOWN_SIZE = "?B"
 
@@ -32,6 +33,10 @@ class Architecture(ABC):
     vocabulary kind of the one that a synthetic model gets: "spm", or the pre-tokenizer of a byte-level BPE
     biases     linear layers of a block ("attn_q") that have a bias in every file
     by_context weights that a graph reads or not, depending on its n_ctx
+    causal     a token sees those before it alone, and it makes text; else it makes vectors of texts, as a file of any architecture may say
+    rank_function, rank_pooling  of the classifier's first matrix, and which vector it reads
+    rank_softmax  whether scores are probabilities of the classifier's labels
+    output_norm  stem of the norm behind the last layer, "" without one
     recurrent  it has states that hold all tokens so far and cannot be rewound, beside or instead of a KV cache
     attends    whether it has attention; else heads and RoPE of `hp` are of no meaning
     dense      whether a layer may have a feed-forward without experts; else a file need not say how wide one is
@@ -40,6 +45,8 @@ class Architecture(ABC):
     unused_keys     of a file: those that have a value, but no part in the logits
     unused_tensors  of a file: those that the architecture knows and no graph reads
 
+    causal   of a file: what it says
+    pooling  of a file: how it says that vectors of texts are made; None: nothing
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
 
@@ -54,6 +61,11 @@ class Architecture(ABC):
     vocabulary: ClassVar[str] = "llama-bpe"
     biases: ClassVar[tuple[str, ...]] = ()
     by_context: ClassVar[tuple[str, ...]] = ()
+    causal: bool = True
+    output_norm: ClassVar[str] = "output_norm"
+    rank_function: ClassVar[str] = "TANH"
+    rank_pooling: ClassVar[Pooling] = "cls"
+    rank_softmax: ClassVar[bool] = False
     recurrent: ClassVar[bool] = False
     attends: ClassVar[bool] = True
     dense: ClassVar[bool] = True
@@ -67,7 +79,15 @@ class Architecture(ABC):
         for name in self.required:
             if self.metadata.count(name, 0, least=0) == 0:
                 raise GgufError(f"[gguf] {f.path}: metadata key {self.metadata.key(name)} is 0 or missing, expected at least 1")
-        self.unused_tensors: frozenset[str] = frozenset()
+        causal = f.get(self.metadata.key("attention.causal"), bool, self.causal)
+        if causal and not self.causal:
+            raise self.metadata.fail("attention.causal", True, f"false: in {self.name} a token sees all of its text")
+        if not causal and self.recurrent:
+            raise self.metadata.fail("attention.causal", False, "true: states hold what comes before a token alone")
+        self.causal = causal
+        self.pooling = stated_pooling(f.metadata.get(self.metadata.key(POOLING)))
+        makes_text = frozenset({"output.weight", "output.bias"})
+        self.unused_tensors: frozenset[str] = frozenset() if causal else makes_text & f.tensors.keys()
         self.unused_keys = unread_keys(f, COMMON | self.keys | {self.norm_eps}, self.settled)
 
     def without_mtp_blocks(self, count: int) -> None:
@@ -95,18 +115,47 @@ class Architecture(ABC):
 
     def output(self, b: GraphBuilder, x: Tensor) -> Tensor:
         """Logits [n, n_vocab] of what the last layer gave."""
-        return b.logits(rms_norm(b, x, "output_norm", "result_norm", plain="result_rms"))
+        return b.logits(rms_norm(b, x, self.output_norm, "result_norm", plain="result_rms"))
+
+    def classify(self, b: GraphBuilder, x: Tensor) -> Tensor:
+        """Scores [texts, labels] of pooled vectors [texts, n_embd]: a matrix and its function, another matrix; either may be missing."""
+        if rows := rows_of(self.hp, "cls"):
+            x = b.linear(x, "cls", rows, "result_cls")
+            x = b.graph.emit(self.rank_function, "result_cls_act", "F32", x.shape, (x,))
+        if rows := rows_of(self.hp, "cls.output"):
+            x = b.linear(x, "cls.output", rows, "result_rank")
+        return x
 
     def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None) -> Graph:
         """The graph of n_tokens tokens at once, over caches of n_ctx rows, or in pages; vkback/models/builder.py has inputs and names.
 
-        Raises GgufError naming a weight that is missing or misshaped.
+        Raises GgufError naming a weight that is missing or misshaped, or saying that the model makes no text.
         """
-        b = GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging)
+        if not self.causal:
+            raise GgufError(
+                f"[model] {self.file.path}: {self.name} sees whole texts and makes none; expected a use of their vectors: vkback embed, "
+                "model.embed(texts) or model.rank(query, documents) in Python, /v1/embeddings and /v1/rerank of vkback serve"
+            )
+        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging))
+
+    def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
+        """The graph of whole texts of n_tokens tokens together, which gives a vector for each (vkback/models/texts.py). Raises GgufError
+        where states hold one text alone, or there is no classifier to rank with."""
+        if self.recurrent:
+            raise GgufError(
+                f"[model] {self.file.path}: recurrent states of {self.name} hold one text; expected a model of attention for vectors"
+            )
+        if texts.pooling == "rank" and not ranks(self.hp):
+            names = " or ".join(CLASSIFIER)
+            raise GgufError(f"[model] {self.file.path}: no classifier, so it cannot rank; expected tensors {names}: take a reranker")
+        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, "all", cache, texts=texts))
+
+    def _graph(self, b: GraphBuilder) -> Graph:
         x = self.embed(b)
         for il in range(self.hp.n_layer):
             x = self.layer(b, x, il)
-        return b.finish(self.output(b, x))
+        y = self.output(b, x)
+        return b.finish(self.classify(b, y) if b.texts and b.texts.pooling == "rank" else y)
 
     @classmethod
     def size_class(cls, metadata: Metadata) -> str:

@@ -3,7 +3,7 @@ tensor. An architecture's file puts them together, and has what only it needs in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -249,11 +249,22 @@ def parallel_layer(
     return b.add(feed(b, b.last_token(normed, il, "attn_norm_last"), il), x, f"l_out-{il}")
 
 
-def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-    """Dense, without a gate: down(gelu(up(x)))."""
-    up = b.linear(x, f"blk.{il}.ffn_up", b.hp.n_ff, f"ffn_up-{il}")
-    act = b.graph.emit("GELU", f"ffn_gelu-{il}", "F32", up.shape, (up,))
-    return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
+def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, functions: Sequence[str] = ("GELU",)) -> Tensor:
+    """Dense, without a gate: down(f(up(x))), f being one function after the other. width: of up, default hp's."""
+    x = b.linear(x, f"blk.{il}.ffn_up", width or b.hp.n_ff, f"ffn_up-{il}")
+    for op in functions:
+        x = b.graph.emit(op, f"ffn_{op.lower()}-{il}", "F32", x.shape, (x,))
+    return b.linear(x, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
+
+
+def encoder_layer(
+    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm: Norm | None = None, feed: FeedForward = feed_forward
+) -> Tensor:
+    """Layer `il` of BERT and its kind: what attention and feed-forward add to the residual stream is layer-normed with it, together."""
+    x = b.add(attention(b, x, il, rope=rope, qk_norm=qk_norm, qk_norm_of="all heads"), x, f"attn_residual-{il}")
+    x = layer_norm(b, x, f"blk.{il}.attn_output_norm", f"attn_output_norm-{il}", plain=f"attn_output_centered-{il}")
+    x = b.add(feed(b, x, il), x, f"ffn_residual-{il}")
+    return layer_norm(b, x, f"blk.{il}.layer_output_norm", f"l_out-{il}", plain=f"layer_output_centered-{il}")
 
 
 def shared_expert(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:

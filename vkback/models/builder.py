@@ -8,6 +8,7 @@ from typing import Literal
 
 from vkback.gguf.hparams import HParams, Rope
 from vkback.graph import Graph, Tensor, live
+from vkback.models.texts import DENSE, Texts, spans_of
 
 Head = Literal["none", "last", "all"]
 """What of the output is wanted: nothing (only the KV cache is filled), the logits of one token, or of every token."""
@@ -49,14 +50,22 @@ class GraphBuilder:
     """Adds nodes to `graph`. n tokens go through at once; `tokens` and `pos` are I32 [n]; `out_ids` I32 [1] says which of several
     tokens the logits are wanted of (head "last"). With `paging` tokens are of several sequences, `pos` counts rows of a token's own, and
     three inputs more say where these are: `rows` I32 [n], the row of the caches that a token is stored in; `slots` and `pages`, the page
-    table. n_ctx is the most rows of one sequence.
+    table. n_ctx is the most rows of one sequence. With `texts` whole texts go through, one after another in the `rows`; `pos` counts tokens
+    of a text, `spans` say what a token sees, and the output is `pool` F32 [n, texts] times the last layer's (vkback/models/texts.py).
 
     Names are ggml's where ggml has a name of its own for a value; the rest are made unique by what they hold (`Qcur_rope-0`). Whatever
     reads a weight raises GgufError when the file lacks it or has another shape.
     """
 
     def __init__(
-        self, hp: HParams, n_tokens: int, n_ctx: int, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None
+        self,
+        hp: HParams,
+        n_tokens: int,
+        n_ctx: int,
+        head: Head,
+        cache: CacheTypes = F16_CACHE,
+        paging: Paging | None = None,
+        texts: Texts | None = None,
     ) -> None:
         self.hp = hp
         self.cache = cache
@@ -68,8 +77,9 @@ class GraphBuilder:
         self.pos = Tensor("pos", "I32", (n_tokens,), "input")
         self.out_ids = Tensor("out_ids", "I32", (1,), "input")
         self.paging = paging
-        self.rows = Tensor("rows", "I32", (n_tokens,), "input") if paging else self.pos
-        self.cache_rows = paging.rows if paging else n_ctx
+        self.texts = texts
+        self.rows = Tensor("rows", "I32", (n_tokens,), "input") if paging or texts else self.pos
+        self.cache_rows = paging.rows if paging else n_tokens if texts else n_ctx
 
     def embed(self) -> Tensor:
         """Rows of the embedding table: [n, n_embd]."""
@@ -117,7 +127,12 @@ class GraphBuilder:
             pages = Tensor("pages", "I32", (self.paging.n_slots, self.paging.max_pages), "input")
             table = (Tensor("slots", "I32", (self.n,), "input"), pages)
             params = {**params, "page": self.paging.page}
-        inputs = (q, cache_k, cache_v, self.pos, *weights, *table)
+        place = self.pos
+        if self.texts:
+            window = int(params.get("window", 0))
+            place = Tensor(spans_of(window), "I32", (self.n, 2), "input")
+            params = {key: value for key, value in params.items() if key != "window"}
+        inputs = (q, cache_k, cache_v, place, *weights, *table)
         return self.graph.emit("FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (self.n, width), inputs, scale=self.hp.attn_scale, **params)
 
     def last_token(self, x: Tensor, il: int, name: str = "ffn_inp_last") -> Tensor:
@@ -129,7 +144,9 @@ class GraphBuilder:
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, whose weight is the embedding table where the file has no other, plus output.bias where the file has one;
-        softcapped where the file says so."""
+        softcapped where the file says so. Of texts x as it is pooled."""
+        if self.texts:
+            return self._pooled(x, self.texts)
         hp, cap = self.hp, self.hp.softcap
         w = hp.weight("output.weight" if hp.has_weight("output.weight") else "token_embd.weight", (hp.n_vocab, hp.n_embd))
         bias = (hp.weight("output.bias", (hp.n_vocab,)),) if hp.has_weight("output.bias") else ()
@@ -142,6 +159,19 @@ class GraphBuilder:
         y = self.graph.emit("SCALE", "result_scaled", "F32", y.shape, (y,), scale=1.0 / cap, bias=0.0)
         y = self.graph.emit("TANH", "result_tanh", "F32", y.shape, (y,))
         return self.graph.emit("SCALE", "result_output", "F32", y.shape, (y,), scale=cap, bias=0.0)
+
+    def _pooled(self, x: Tensor, texts: Texts) -> Tensor:
+        """The vector of each text [texts, n_embd], widened where the file says so; x where tokens keep theirs."""
+        if texts.pooling == "none":
+            return x
+        pool = Tensor("pool", "F32", (self.n, texts.n), "input")
+        y = self.graph.emit("OUT_PROD", "result_embd_pooled", "F32", (texts.n, self.hp.n_embd), (x, pool))
+        wide = [] if texts.pooling == "rank" else [i for i, stem in enumerate(DENSE, 1) if self.hp.has_weight(f"{stem}.weight")]
+        for stem in DENSE[: max(wide, default=0)]:
+            if (w := self.hp.weights.get(f"{stem}.weight")) is None:
+                raise self.hp.missing(f"{stem}.weight")
+            y = self.linear(y, stem, w.shape[0], f"result_{stem}")
+        return y
 
     def finish(self, logits: Tensor) -> Graph:
         """The graph, with the output that is wanted."""

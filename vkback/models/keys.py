@@ -26,6 +26,7 @@ COMMON: frozenset[str] = frozenset(
         "embedding_length",
         "feed_forward_length",
         "final_logit_softcapping",
+        "pooling_type",
         "rope.dimension_count",
         "rope.freq_base",
         "rope.scale_linear",
@@ -47,6 +48,9 @@ EXPERTS: frozenset[str] = frozenset(
 )
 """Keys that architectures with experts read as well."""
 
+POOLING = "pooling_type"
+"""How a file's makers make a vector of a text (POOLINGS of vkback/models/texts.py)."""
+
 SECTIONS = "rope.dimension_sections"
 """Pairs of RoPE that turn by a picture's time, height and width; the same position in a text."""
 
@@ -57,13 +61,7 @@ ABOUT_FILES: frozenset[str] = frozenset({"rope.scaling.finetuned", "tensor_data_
 """Keys that say how a file came about. Many files have them, and nobody needs to hear of it."""
 
 NO_PART: frozenset[str] = frozenset(
-    {
-        "attention.layer_norm_epsilon",
-        "attention.layer_norm_rms_epsilon",
-        "classifier.output_labels",
-        "decoder_start_token_id",
-        "pooling_type",
-    }
+    {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "classifier.output_labels", "decoder_start_token_id"}
 )
 """Keys without a part in the logits of a text model, such as the epsilon of a kind of norm that it does not have. They are named."""
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 import vkback.models.architectures  # registers them  # noqa: F401
 from vkback import quants
@@ -16,6 +22,7 @@ from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, CacheTypes, Head, Paging
 from vkback.models.naming import model_description
+from vkback.models.texts import DENSE, SPANS, Pooling, Texts, pool_weights, ranks, spans, window_of
 from vkback.models.unsupported import refusal
 from vkback.plan.passes.lora import Lora, adapted
 
@@ -55,6 +62,44 @@ def _check_biases(known: Architecture) -> None:
             raise known.hp.missing(f"blk.{layer}.{lacking}")
 
 
+def text_inputs(
+    known: Architecture,
+    graph: Graph,
+    texts: Sequence[Sequence[int]],
+    n: int,
+    pooling: Pooling,
+    segments: Sequence[Sequence[int]] | None = None,
+) -> dict[str, npt.NDArray[Any]]:
+    """What goes into a graph of n tokens for these texts, by name; what they have fewer is padding. segments: of each token, default 0."""
+    lengths = [len(text) for text in texts]
+    used = sum(lengths)
+
+    def filled(values: Iterable[int], rest: int) -> npt.NDArray[np.int32]:
+        out = np.full(n, rest, np.int32)
+        out[:used] = np.fromiter(values, np.int32, used)
+        return out
+
+    given: dict[str, npt.NDArray[Any]] = {}
+    for t in graph.tensors().values():
+        if t.kind != "input":
+            continue
+        if t.name == "pool":
+            kind = known.rank_pooling if pooling == "rank" else pooling
+            given[t.name] = pool_weights(lengths, n, t.shape[1], kind)
+        elif t.name.startswith(SPANS):
+            given[t.name] = spans(lengths, n, window=window_of(t.name), causal=known.causal)
+        elif t.name == "tokens":
+            given[t.name] = filled(chain.from_iterable(texts), 0)
+        elif t.name == "pos":
+            given[t.name] = filled((i for length in lengths for i in range(length)), -1)
+        elif t.name == "rows":
+            given[t.name] = filled(range(used), -1)
+        elif t.name == "segments":
+            kinds = known.hp.weights["token_types.weight"].shape[0]
+            given[t.name] = np.minimum(filled(chain.from_iterable(segments) if segments else repeat(0, used), 0), kinds - 1)
+    return given
+
+
 DEFAULT_N_CTX = 4096
 """Enough for a conversation; a model trained on 131072 would fill a GPU with its cache alone."""
 
@@ -84,8 +129,8 @@ class Model:
         known = architecture(file)
         f = known.file
         model = cls(f, known)
-        graph = model.graph(1, 1, head="all")
-        used = {source for t in graph.tensors().values() for source in (t.name, *(t.recipe.sources if t.recipe else ()))}
+        tensors = [t for graph in model.whole_graphs() for t in graph.tensors().values()]
+        used = {source for t in tensors for source in (t.name, *(t.recipe.sources if t.recipe else ()))}
         for name, tensor in f.tensors.items():
             if name not in used and name not in known.by_context and name not in known.unused_tensors:
                 raise GgufError(
@@ -103,6 +148,25 @@ class Model:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
         built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging)
         return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
+
+    def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
+        """Of whole texts, a vector for each. Raises GgufError."""
+        built = self.architecture.text_graph(n_tokens, n_ctx, texts, cache)
+        return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
+
+    def whole_graphs(self) -> list[Graph]:
+        """Graphs that read all that there is to read: the one that makes text, of those that make none and of files with more than it reads
+        those of texts."""
+        made = [self.graph(1, 1, head="all")] if self.architecture.causal else []
+        return made + [self.text_graph(1, 1, texts) for texts in self.text_kinds()]
+
+    def text_kinds(self) -> list[Texts]:
+        """Uses of whole texts that together read all that such uses may; of a model that makes text none, unless it has weights for them
+        alone."""
+        known, hp = self.architecture, self.hp
+        wide = not known.causal or any(hp.has_weight(f"{stem}.weight") for stem in DENSE)
+        kinds: list[Pooling] = [*(("mean",) if wide else ()), *(("rank",) if ranks(hp) else ())]
+        return [] if known.recurrent else [Texts(1, kind) for kind in kinds]
 
     @property
     def hp(self) -> HParams:

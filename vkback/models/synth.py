@@ -207,7 +207,8 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     if not s.tied:
         yield "output.weight", (s.n_vocab, s.n_embd)
     yield "token_embd.weight", (s.n_vocab, s.n_embd)
-    yield "output_norm.weight", (s.n_embd,)
+    if norm := ARCHITECTURES[s.arch].output_norm:
+        yield f"{norm}.weight", (s.n_embd,)
     yield from ARCHITECTURES[s.arch].outer_tensors(s)
     for il in range(n_layer):
         for name, dims in ARCHITECTURES[s.arch].tensors_of_layer(s, il):
@@ -215,10 +216,10 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str, chosen: Mapping[str, str]) -> str:
-    """The type of a tensor: norms, biases, sinks, frequencies, positions, routers and the small tensors of recurrences are F32 in every
-    file, the rest as the mix says, else as the rules of llama-quantize chose, else UNIFORM."""
+    """The type of a tensor: norms, biases, sinks, frequencies, positions, token types, routers and the small tensors of recurrences are
+    F32 in every file, the rest as the mix says, else as the rules of llama-quantize chose, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", *RECURRENT)
+    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
     if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
         return "F32"
     if stem in KEPT:

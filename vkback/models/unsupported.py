@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-ENCODER = "attention in which a token sees what comes after it"
+DIFFUSION = "texts that are made in any order"
 RWKV = "a WKV recurrence"
 ALIBI = "attention biases by distance (ALiBi)"
 ONE_PART = "layers that are a Mamba-2 block, attention or a feed-forward with squared ReLU alone"
 SHORT_CONVOLUTION = "layers of a short convolution with a state"
 
 LACKS: dict[str, str] = {
-    **dict.fromkeys(("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert"), ENCODER),
-    **dict.fromkeys(("neo-bert", "nomic-bert", "nomic-bert-moe", "t5encoder", "dream", "llada", "llada-moe", "rnd1"), ENCODER),
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), DIFFUSION),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
-    **dict.fromkeys(("bloom", "jais", "mpt", "refact"), ALIBI),
+    **dict.fromkeys(("bloom", "jais", "jina-bert-v2", "mpt", "refact"), ALIBI),
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ONE_PART),
     **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
     "grok": "the scales and norms of Grok's experts",
@@ -26,6 +25,7 @@ LACKS: dict[str, str] = {
     "mamba": "the scan of Mamba-1",
     "nemotron": "a feed-forward with squared ReLU",
     "plamo2": "the scan of Mamba-1",
+    "nomic-bert-moe": "experts without a gate",
     "t5": "an encoder and attention to what it made",
     "wavtokenizer-dec": "audio for an output",
 }

@@ -29,12 +29,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import vkback
-from vkback.api import ChatTemplateError, GenerateOptions, LoadedModel, ModelError, Result
+from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
 from vkback.gguf.vocabularies import TokenizerError
+from vkback.models.texts import Pooling
 from vkback.server import anthropic_messages, replies, request_log, schema
 from vkback.server.choices import Choices, Mail, Told, joined
+from vkback.server.embeddings import Embeddings
 from vkback.server.errors import (
     BadRequest,
     BodyTimeout,
@@ -52,7 +54,7 @@ from vkback.server.llama_cpp import Native, require_fill
 from vkback.server.metrics import Collector
 from vkback.server.queued import Event, QueuedRequest
 from vkback.server.texts import RequestT, Texts
-from vkback.server.worker import Worker
+from vkback.server.worker import NO_TEXT, Worker
 
 log = logging.getLogger("vkback.server")
 
@@ -90,11 +92,13 @@ def build_app(
     strict_model: bool = False,
     template_kwargs: Mapping[str, Any] | None = None,
     cors: Sequence[str] = (),
+    pooling: Pooling | None = None,
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
     template         of chats, in the place of the model's own
     template_kwargs  its variables, which requests may change
+    pooling          of /v1/embeddings, in the place of what the model's file says
     strict           fields that there are not are refused
     strict_model     so are names of models but the server's
     hosts            names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
@@ -104,6 +108,7 @@ def build_app(
     server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model, variables=template_kwargs)
     forms = OtherForms(server)
     texts = Texts(worker, server.authorize, server.parsed, server.composed, template)
+    vectors = Embeddings(worker, server.parsed, server.require_model, (limits or Limits()).request_s, pooling)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -130,6 +135,8 @@ def build_app(
             Route("/infill", server.native.infill, methods=["POST"]),
             Route("/slots", server.native.slots),
             Route("/props", texts.props),
+            *(Route(path, vectors.embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/embeddings")),
+            *(Route(path, vectors.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
             Route("/apply-template", texts.apply_template, methods=["POST"]),
@@ -274,7 +281,7 @@ class Server:
     ) -> Response:
         """shape: of the reply; that of OpenAI's chats where there is none."""
         options = asked.options(self.worker.n_vocab, self.token_limit)
-        self._require_model(asked.model)
+        self.require_model(asked.model)
         prompt = await self.composed(asked)
         if shape is not None:
             return await self.answer(request, asked, [prompt], options, shape(prompt), chat=True)
@@ -297,6 +304,7 @@ class Server:
 
     async def composed(self, asked: schema.ChatRequest) -> ChatPrompt:
         """The prompt of a chat. Raises BadRequest for what the template refuses."""
+        self._require_text()
         messages = [m.plain() for m in asked.messages]
         variables = {**self._variables, **asked.variables()}
         try:
@@ -325,7 +333,11 @@ class Server:
             "meta": {"description": worker.description, "n_ctx": worker.n_ctx, "n_vocab": worker.n_vocab, **self._facts},
         }
 
-    def _require_model(self, name: str | None) -> None:
+    def _require_text(self) -> None:
+        if not self.worker.makes_text:
+            raise BadRequest(NO_TEXT)
+
+    def require_model(self, name: str | None) -> None:
         if self._strict_model and name is not None and name not in self.worker.model_names:
             raise self._unknown_model(name)
 
@@ -376,7 +388,8 @@ class Server:
         self, request: Request, asked: Any, prompts: Sequence[Any], options: Any, shape: replies.ReplyShape, *, chat: bool
     ) -> Response:
         """n choices for each prompt."""
-        self._require_model(asked.model)
+        self.require_model(asked.model)
+        self._require_text()
         if asked.stream_options is not None and not asked.stream:
             raise BadRequest("[server] stream_options needs stream: true", "stream_options")
         deadline = time.monotonic() + self._limits.request_s
@@ -460,7 +473,7 @@ class Server:
                             lines.append(shapes[index].last(event))
                             logged.results.append(event)
                             choices.ended(index, event)
-                        else:
+                        elif isinstance(event, Chunk):
                             lines.append(shapes[index].piece(event))
                     yield "".join(lines)
                 if choices.left:

@@ -60,6 +60,10 @@ class AtOnce:
             return
         try:
             require_time(request)
+            if request.call is not None:
+                worker.call(request, request.call)
+                worker.leave(request)
+                return
             texts, model = self._texts(), worker.model
             ids, options = asked_of(model, request)
             text = texts.add(ids, options, model.constraint_of(request.prompt, options), client=request.client)

@@ -10,10 +10,20 @@ from dataclasses import dataclass, field, replace
 from vkback.api import Chunk, GenerateOptions, LoadedModel, Result
 from vkback.api.model import ChatPrompt
 from vkback.api.options import Options
+from vkback.api.vectors import Vectors
 from vkback.server.errors import ServerError, Unavailable
 
-Event = Chunk | Result | ServerError
-"""Pieces of text, then the whole; or an error, after which nothing comes."""
+
+@dataclass(frozen=True)
+class Called:
+    """What a request for vectors or scores gets, and the tokens of its texts."""
+
+    vectors: Vectors
+    tokens: int
+
+
+Event = Chunk | Result | Called | ServerError
+"""Pieces of text, then the whole; vectors; or an error, after which nothing comes."""
 
 
 @dataclass(eq=False)
@@ -25,6 +35,7 @@ class QueuedRequest:
     deadline  by time.monotonic(); what is made until then is the answer
     put       takes events, called in the thread of the worker
     pieces    whether it wants pieces of text, or the whole alone
+    call      makes what it wants in the place of text, all at once, with the tokens that took; the rest is then of no meaning
     asked     when it came, by time.monotonic(); told: when its last piece went, 0: none has; tokens: of its pieces so far
     """
 
@@ -35,6 +46,7 @@ class QueuedRequest:
     deadline: float
     put: Callable[[Event], None]
     pieces: bool = True
+    call: Callable[[LoadedModel], tuple[Vectors, int]] | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     asked: float = field(default_factory=time.monotonic)
     told: float = 0.0

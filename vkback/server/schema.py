@@ -428,6 +428,49 @@ class DetokenizeRequest(JsonFields):
     tokens: list[TokenId] = Field(description="a list of token ids")
 
 
+MAX_TEXTS = 2048
+"""OpenAI's, of a request for embeddings."""
+
+
+class EmbeddingRequest(JsonFields):
+    """POST /v1/embeddings."""
+
+    model: str | None = Field(default=None, description="a text")
+    input: PromptText | TokenIds | Annotated[list[PromptText | TokenIds], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+        description=f"a text, token ids, or a list of these, none of them empty, at most {MAX_TEXTS}"
+    )
+    encoding_format: Literal["float", "base64"] = Field(default="float", description='"float" or "base64"')
+    dimensions: int | None = Field(default=None, ge=1, description="a whole number, 1 or more: vectors are cut to as many values")
+    user: str | None = Field(default=None, description="a text")
+
+    def texts(self) -> list[str | list[int]]:
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [each for each in self.input if isinstance(each, int)]
+        return [ids] if ids else [each for each in self.input if not isinstance(each, int)]
+
+
+class DocumentText(JsonFields):
+    """A document of a rerank request."""
+
+    text: str = Field(description="a text")
+
+
+class RerankRequest(JsonFields):
+    """POST /v1/rerank."""
+
+    model: str | None = Field(default=None, description="a text")
+    query: PromptText = Field(description="a text that is not empty")
+    documents: Annotated[list[str | DocumentText], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+        description=f'a list of 1 to {MAX_TEXTS} texts, or of {{"text": ...}}'
+    )
+    top_n: int | None = Field(default=None, ge=1, description="a whole number, 1 or more")
+    return_documents: bool = Field(default=False, description="true or false")
+
+    def plain(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
 RequestT = TypeVar("RequestT", bound=BaseModel)
 
 

@@ -19,6 +19,7 @@ from typing import Literal
 from vkback.api import ChatTemplateError, Chunk, LoadedModel, ModelError, Result
 from vkback.api.errors import ContextLengthError
 from vkback.api.options import Options
+from vkback.api.vectors import Vectors
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
 from vkback.engine.batch.batch import Batch
@@ -29,13 +30,15 @@ from vkback.gguf.vocabularies import TokenizerError
 from vkback.server.at_once import AtOnce
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 from vkback.server.latencies import Latencies
-from vkback.server.queued import QueuedRequest, asked_of, require_time
+from vkback.server.queued import Called, QueuedRequest, asked_of, require_time
 
 log = logging.getLogger("vkback.server")
 
 PARALLEL, CPU_PARALLEL = 32, 8
 """Requests that run at once unless somebody says how many; on a CPU driver more take as much longer, and with pinned steps one takes as
 long as all."""
+
+NO_TEXT = "[server] this model makes vectors of texts and no text; expected a request for /v1/embeddings or /v1/rerank"
 
 JOIN_S = 15.0
 """How long the end of the server waits for the device."""
@@ -82,7 +85,8 @@ class Worker:
         """The model, also while its device is lost: for what needs none, as tokens of a text."""
         engine = self._model.engine
         few = engine.device.caps.software or engine.pinned
-        self.parallel = parallel or (CPU_PARALLEL if few else PARALLEL)
+        self.makes_text = engine.model.architecture.causal
+        self.parallel = (parallel or (CPU_PARALLEL if few else PARALLEL)) if self.makes_text else 1
         if engine.pinned and self.parallel == 1:
             self.reuse = False  # it may be rows that steps made, which a request alone reads
         file_name = self._model.name.removesuffix(".gguf")
@@ -142,6 +146,8 @@ class Worker:
 
     def chat_problem(self, template: str | None) -> str:
         """Why no conversation can be answered by a template, or without one by the model's own; "" if one can."""
+        if not self.makes_text:
+            return NO_TEXT
         try:
             self.facts.chat_ids([{"role": "user", "content": "Hello"}], template)
         except (ChatTemplateError, ModelError) as e:
@@ -258,6 +264,16 @@ class Worker:
             self.counts.finished += 1
             request.put(result)
 
+    def call(self, request: QueuedRequest, make: Callable[[LoadedModel], tuple[Vectors, int]]) -> None:
+        """Make the vectors or scores that it wants; texts that run go on from where they are."""
+        model = self.model_now()
+        with model.using("serve", stepping=True):
+            found = Called(*make(model))
+        self.gave_sign()
+        self.counts.prompt_tokens += found.tokens
+        self.counts.finished += 1
+        request.put(found)
+
     def fail(self, request: QueuedRequest, error: Exception) -> None:
         """It ends with an error of its own."""
         self.counts.failed += 1
@@ -320,6 +336,9 @@ class Worker:
             self.counts.cancelled += 1
             return
         require_time(request)
+        if request.call is not None:
+            self.call(request, request.call)
+            return
         model = self.model_now()
         if not self.reuse:
             self._session = model.session()

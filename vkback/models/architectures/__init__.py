@@ -4,6 +4,7 @@ from importlib import import_module
 
 NAMES = (
     "llama",
+    "bert",
     "llama4",
     "cohere2",
     "command_r",
@@ -16,6 +17,7 @@ NAMES = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma_embedding",
     "glm4moe",
     "gpt2",
     "gpt_oss",
@@ -27,6 +29,8 @@ NAMES = (
     "minimax_m2",
     "mistral3",
     "mistral4",
+    "modern_bert",
+    "nomic_bert",
     "olmo2",
     "phi2",
     "phi3",

@@ -1,7 +1,7 @@
 """The `qwen3` architecture: Qwen3 0.6B to 32B.
 
 As llama, but RoPE pairs value i with value i + n_dims/2, and every head of Q and K is RMS-normed before it. Heads are 128 wide whatever
-the embedding is.
+the embedding is. Rerankers have a classifier of two answers, yes and no, after the last token: the score is the first one's probability.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class Qwen3(Architecture):
     name = "qwen3"
     rope_mode = "neox"
     vocabulary = "qwen2"
+    rank_pooling = "last"
+    rank_softmax = True
     sizes: ClassVar = {40: "14B", 64: "32B"}
     shapes: ClassVar = {
         "qwen3-0.6b": ModelShape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1000000.0, 1e-6, tied=True),

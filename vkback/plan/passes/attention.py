@@ -125,7 +125,7 @@ def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]] | None:
     """The nodes that MLA_ROPE_SET_ROWS takes the place of, and it with its attention."""
-    query, cache_k, cache_v, pos = attention.inputs[:4]
+    query, cache_k, cache_v, seen = attention.inputs[:4]
     paged = [t for _, t in paged_inputs(attention)]
     # The fused op knows no sinks and no window.
     if len(attention.inputs) - len(paged) > 4 or "window" in attention.params:
@@ -179,7 +179,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     # A view at any other offset means another layout: leave the nodes alone.
     if any(part.params.get("view") != view for part, view in views) or rope_q.params["mode"] != "normal":
         return None
-    factors = rope_q.inputs[2:]
+    pos, *factors = rope_q.inputs[1:]
     caches = (cache_k, cache_v) if legacy else (cache_k,)
     params |= {key: c.type for key, c in zip(("type_k", "type_v"), caches, strict=False) if c.type != "F16"}
     rows = [store.inputs[1] for store in stores[:1] if store is not None and store.inputs[1].name != pos.name]
@@ -189,7 +189,7 @@ def _latent(attention: Node, index: Index, nodes: Sequence[Node]) -> tuple[list[
     q_pe = rope_q.outputs[0]
     store = Node("MLA_ROPE_SET_ROWS", inputs, (q_pe, *caches), {**rope_q.params, **params, "has_ff": bool(factors)})
     reads = dataclasses.replace(
-        attention, inputs=(first, cache_k, cache_v, pos, q_pe, *paged), params={**attention.params, "split_q": True}
+        attention, inputs=(first, cache_k, cache_v, seen, q_pe, *paged), params={**attention.params, "split_q": True}
     )
     return gone, [store, reads]
 
