@@ -33,7 +33,14 @@ N_CTX = 96
 @pytest.mark.vulkan
 @pytest.mark.parametrize(
     ("shape", "k", "v"),
-    [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0"), ("tiny-llama", "f32", "f16"), ("tiny-deepseek2", "f32", "f32")],
+    [
+        ("tiny-llama", "q8_0", "q4_0"),
+        ("tiny-deepseek2", "q4_0", "q4_0"),
+        ("tiny-llama", "f32", "f16"),
+        ("tiny-deepseek2", "f32", "f32"),
+        ("tiny-gemma4-ple", "f32", "f16"),
+        ("tiny-llama4", "f16", "f32"),
+    ],
 )
 def test_logits_and_states(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"

@@ -215,7 +215,9 @@ def _without_caches(nodes: Sequence[Node], sequences: int) -> list[Node]:
             continue
         q, cache_k, cache_v, _, *more = node.inputs
         if more or not {cache_k.name, cache_v.name} <= set(stored) or set(node.params) - {"scale", "window", "softcap"}:
-            raise PlanError(f"[training] {node.name}: attention with sinks, or with queries or values in parts, cannot be trained")
+            raise PlanError(
+                f"[training] {node.name}: attention with sinks or chunks, or with queries or values in parts, cannot be trained"
+            )
         k, v, y = stored[cache_k.name], stored[cache_v.name], node.outputs[0]
         n, heads = q.shape[:2]
         out_heads = Tensor(f"{y.name} (heads)", "F32", (n, heads, v.shape[-1]))
