@@ -13,7 +13,7 @@ import pytest
 from vkback.api.reasoning import Marks, marks_of
 from vkback.api.tools.call import Tool, ToolCall
 from vkback.api.tools.format import Format
-from vkback.api.tools.grammar import TriggeredConstraint, calls_grammar
+from vkback.api.tools.grammar import TriggeredConstraint, calls_grammar, closed
 from vkback.api.tools.known import FORMATS, GENERAL
 from vkback.api.tools.reader import CallReader
 from vkback.api.tools.use import tool_use
@@ -197,3 +197,17 @@ def test_tokens_that_are_no_text_are_written_by_their_ids() -> None:
     tokenizer = Tokenizer.from_gguf(GgufFile.open(builtin_model("demo-dense")))
     made = JsonGrammar(tokenizer, tokenizer.n_vocab)
     assert made.spelled_parts('a </s>"b') == ['"a "', "<[1]>", '"\\"b"'] and made.spelled("") == '""'
+
+
+def test_a_function_has_no_more_arguments_than_it_has_parameters() -> None:
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    schema = {"type": "object", "properties": {"a": inner, "b": {"anyOf": [inner, {"type": "null"}]}}, "$defs": {"x": inner}}
+    shut = inner | {"additionalProperties": False}
+    assert closed(schema) == {
+        "type": "object",
+        "properties": {"a": shut, "b": {"anyOf": [shut, {"type": "null"}]}},
+        "$defs": {"x": shut},
+        "additionalProperties": False,
+    }
+    for own in ({"type": "object"}, {"properties": {}, "additionalProperties": True}, {"properties": {}, "$ref": "#/$defs/x"}, True):
+        assert closed(own) == own

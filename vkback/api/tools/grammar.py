@@ -102,7 +102,7 @@ def _rules(spelling: Spelling, tools: Sequence[Tool], openings: Sequence[str | N
 
 
 def _arguments(rule: str, tool: Tool, spelling: Spelling, make: JsonGrammar) -> list[str]:
-    schema = tool.parameters
+    schema: Mapping[str, Any] = closed(tool.parameters)
     if not make.knows(schema):
         if tool.strict:
             make.constraint(schema)  # raises what is wrong with it
@@ -125,6 +125,28 @@ def _arguments(rule: str, tool: Tool, spelling: Spelling, make: JsonGrammar) -> 
             inner = {**own, "$defs": schema.get("$defs", {})} if isinstance(own, Mapping) else own
             lines += [f"{part}_value: {part}_json {end}", f"{part}_json: %json {_with_space(inner)}"]
     return [f"{rule}: {' '.join(parts) or make.spelled('')}", *lines]
+
+
+def closed(schema: Any) -> Any:
+    """A schema in which objects have the properties that it names and no others, unless it says that they may: of functions there are no
+    more arguments than they have parameters, and small models would go on and on."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: {name: closed(each) for name, each in own.items()} if _names(key, own) else own for key, own in schema.items()}
+    for key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
+        if key in found:
+            found[key] = closed(found[key])
+    open_ = any(
+        key in found for key in ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
+    )
+    return found if open_ or "properties" not in found else found | {"additionalProperties": False}
+
+
+def _names(key: str, own: Any) -> bool:
+    """Whether the values of a keyword are schemas by names."""
+    return key in ("properties", "$defs", "definitions") and isinstance(own, Mapping)
 
 
 def _with_space(schema: Any) -> str:

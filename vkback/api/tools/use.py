@@ -129,4 +129,6 @@ def _tool(given: ToolLike, index: int) -> Tool:
         schema = {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise ModelError(f"[tools] tool {name}: its parameters are {schema!r}, expected a JSON schema of an object")
-    return Tool(name, str(inner.get("description") or ""), {"type": "object", "properties": {}, **schema}, bool(inner.get("strict")))
+    if "properties" not in schema and not {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys():
+        schema = {"properties": {}, "additionalProperties": True, **schema}  # any object, with the key that templates look for
+    return Tool(name, str(inner.get("description") or ""), {"type": "object", **schema}, bool(inner.get("strict")))
