@@ -18,6 +18,7 @@ from vkback.api import LoadedModel
 from vkback.cli import vkbench
 from vkback.cli.main import app as vkback_app
 from vkback.device import Device
+from vkback.engine.batch.batch import Batch, Request
 from vkback.engine.engine import Engine, EngineError
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
@@ -209,3 +210,37 @@ def test_padding_is_no_case_of_it() -> None:
     node = Node("FLASH_ATTN_EXT", (Tensor("q", "F32", (2, 1, 8)),), (Tensor("y", "F32", (2, 8)),), {"scale": 1.0})
     (out,) = OPS["FLASH_ATTN_EXT"].reference([q, k, v, np.array([0, 1])], node.params)
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("cache_type", ["f16", "f32"])
+def test_a_text_of_a_batch_beyond_the_range_ends_alone(cache_type: str, tmp_path: Path, device: Device) -> None:
+    """Its error names sequence and layer, and no later text begins with its pages. An F32 cache holds it."""
+    with Engine.load(loud(tmp_path / "loud.gguf"), device, n_ctx=96, cache_type_k=cache_type) as engine:
+        quiet, beyond = tuple(range(4, 24)), (*range(4, 22), LOUD, 5, 6)
+        alone, both = (
+            served_by(engine, [Request(tokens, 6, stop_at_eos=False) for tokens in asked]) for asked in ([quiet], [quiet, beyond, quiet])
+        )
+    assert both[0] == both[2] == alone[0] and not isinstance(alone[0], VkbackError)
+    if cache_type == "f32":
+        assert not isinstance(both[1], VkbackError)
+    else:
+        assert re.search(
+            r"^\[batch\] .*loud\.gguf: sequence \d: layer 0: keys are beyond 65504, the range of a cache of f16; load with", str(both[1])
+        )
+
+
+def served_by(engine: Engine, wanted: list[Request]) -> list[list[int] | VkbackError]:
+    """What a batch makes of requests, and that its pages come back."""
+    with Batch(engine, sequences=2, page=16, rows=320) as batch:
+        found: dict[int, list[int] | VkbackError] = {batch.add(request): [] for request in wanted}
+        for made in batch.run():
+            text = found[made.id]
+            if made.error is not None:
+                found[made.id] = made.error
+            elif isinstance(text, list):
+                text += made.tokens
+        known = len(batch.prefixes)
+        batch.prefixes.clear()
+        assert batch.pool.free == batch.pool.n_pages and known <= 1
+        return list(found.values())

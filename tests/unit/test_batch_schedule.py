@@ -464,3 +464,15 @@ def test_prompts_take_more_of_the_time_while_many_texts_wait() -> None:
     for id in range(5):
         even.add(Text(id, "a", (1, 2, 3), 4))
     assert even.share == 1 / 3
+
+
+def test_without_reuse_no_text_begins_with_the_pages_of_another() -> None:
+    """Forks share pages all the same."""
+    batch = Batch(reuse=False)
+    batch.add(1, [*range(1, 20)])
+    batch.log()
+    again = batch.add(2, [*range(1, 20)])
+    assert not len(batch.cache) and (action := batch.next()) and isinstance(action, Read) and action.first == 0 and not action.matched
+    batch.report()
+    batch.log()
+    assert again.reason == "length" and batch.pool.free == batch.pool.n_pages

@@ -22,7 +22,7 @@ Event = Chunk | Result | VkbackError
 
 @dataclass(eq=False)
 class BatchText:
-    """A text of a batch. id: the batch's, -1: it has nothing to do. prompt: its tokens. most: that are made at most. compiled: seconds of
+    """A text of a batch. id: the batch's. prompt: its tokens. most: that are made at most. compiled: seconds of
     compilers before its first token."""
 
     id: int
@@ -41,7 +41,6 @@ class BatchedTexts:
         """drafts: those that a text may have while it runs alone."""
         self.batch, self._drafts = batch, drafts
         self._texts: dict[int, BatchText] = {}
-        self._ready: list[tuple[BatchText, Event]] = []
 
     @property
     def sequences(self) -> int:
@@ -51,7 +50,7 @@ class BatchedTexts:
     @property
     def busy(self) -> bool:
         """Whether any text has not ended."""
-        return bool(self._texts or self._ready)
+        return bool(self._texts)
 
     def add(
         self,
@@ -67,13 +66,9 @@ class BatchedTexts:
         batch, engine = self.batch, self.batch.engine
         if len(ids) > batch.max_rows:
             raise too_long(len(ids), batch.max_rows)
-        room = min(batch.max_rows, batch.pool.n_pages * batch.pool.page) - len(ids) + 1
+        room = max(min(batch.max_rows, batch.pool.n_pages * batch.pool.page) - len(ids) + 1, 1)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         out = GeneratedText(engine.model, options, reader=reader)
-        if most < 1:
-            text = BatchText(-1, out, options, len(ids), most)
-            self._ready.append((text, self.end(text, "length")))
-            return text
         request = Request(tuple(ids), most, options.sampler, not options.ignore_eos, client, options.logprobs is not None, constraint)
         if self._drafts is not None:
             request = replace(request, drafts=self._drafts.at_most(options.draft_max))
@@ -103,12 +98,17 @@ class BatchedTexts:
 
     def advance(self) -> list[tuple[BatchText, Event]]:
         """Do the next thing, which may be to wait for a step, and say what came of it."""
-        found, self._ready = self._ready, []
-        if self._texts and not found:
+        found: list[tuple[BatchText, Event]] = []
+        if self._texts:
             for made in self.batch.advance():
                 if (text := self._texts.get(made.id)) is not None:
                     found += ((text, event) for event in self._events(text, made))
         return found
+
+    def settle(self) -> None:
+        """Wait for what is in flight of texts that have ended, so that their pages are free. While none is in work."""
+        while self.batch.busy and not self.busy:
+            self.batch.advance()
 
     def close(self) -> None:
         """Give the batch's memory back."""

@@ -7,9 +7,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
@@ -18,19 +18,21 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
-from vkback.api.batch_stream import BatchStream, Wanted, at_once
+from vkback.api.batch_stream import BatchStream
 from vkback.api.batched import BatchedTexts
 from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
-from vkback.api.errors import ModelError, too_long
+from vkback.api.errors import ContextLengthError, ModelError, too_long
 from vkback.api.given import Prompt, Prompts
 from vkback.api.message import MessageReader
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.reasoning import NO_MARKS, Marks, marks_of
 from vkback.api.result import Result
 from vkback.api.session import Session
-from vkback.api.stream import Stream
+from vkback.api.shared import SharedTexts, TextRequest
+from vkback.api.stream import EngineText, Stream
 from vkback.api.tools.known import GENERAL, format_of
-from vkback.api.tools.use import ToolLike, ToolUse
+from vkback.api.tools.use import ToolLike, ToolUse, tool_use
+from vkback.api.turns import Turns
 from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
@@ -60,6 +62,18 @@ PINNED_SEQUENCES = 8
 """The same where texts keep their bits whoever is served: one alone takes as long as so many."""
 
 TEMPLATE_KEY = "tokenizer.chat_template"
+
+Conversation = str | Sequence[Mapping[str, Any]]
+"""Messages, or one message of the user."""
+
+
+class ChatOptions(GenerateOptions, total=False):
+    """Keywords of `chat`: those of `generate`, and those that `Session.stream_chat` explains."""
+
+    template: str | None
+    template_kwargs: Mapping[str, Any] | None
+    tools: Iterable[ToolLike] | None
+    tool_choice: str | Mapping[str, Any]
 
 
 def load(
@@ -193,15 +207,31 @@ class ChatPrompt:
         marks = self.marks if thoughts else NO_MARKS
         return MessageReader(marks) if self.use is None else self.use.reader(marks)
 
+    def reader_for(self, options: Options) -> MessageReader:
+        """Of a reply with these options: JSON by schema alone is all answer."""
+        return self.reader(thoughts=options.json_schema is None or self.use is not None)
+
 
 MOVED_SYSTEM = "the chat template has no place for a system message; it stands before the first message of the user"
+
+
+def _listed(prompt: Prompt | Prompts) -> Prompts:
+    """The same as a list of texts."""
+    return cast(Prompts, prompt if given.several(prompt) is not None else [prompt])
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation] | None:
+    """The conversations, where these are several: a list of lists of messages, or of texts. None: one, or what is none."""
+    found: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
+    return found if found and all(isinstance(each, str | list | tuple) for each in found) else None
 
 
 class LoadedModel:
     """A model on a device. Use as a context manager, or call `close`.
 
-    One model is used from one thread at a time: a call while another thread is in one is an error. `generate`, `stream`, `chat` and
-    `stream_chat` begin with an empty context, so the same call gives the same text whatever ran before; a `session` keeps its text.
+    Any thread may call it: calls take turns, and texts of a batch, or all texts where it was loaded for several sequences, run beside each
+    other. `generate`, `stream`, `chat` and `stream_chat` begin with an empty context, so the same call gives the same text whatever ran
+    before; a `session` keeps its text.
     """
 
     def __init__(self, engine: Engine, load_s: float = 0.0, sequences: int | None = None, drafts: Drafts | None = None) -> None:
@@ -209,12 +239,12 @@ class LoadedModel:
         self.engine = engine
         self._sequences, self._drafts = sequences, drafts
         self.load_s = load_s
-        self._lock = threading.Lock()
-        self._user: tuple[int, str] | None = None
+        self._turns = Turns()
         self._closed = False
         self._on_device: weakref.ref[Session] | None = None
-        self._stream: weakref.ref[Stream | BatchStream] | None = None
+        self._running: EngineText | None = None
         self._batched: BatchedTexts | None = None
+        self.texts = SharedTexts(self)
         self._told_of_system = False
         self.warm: set[tuple[bool, ...]] = set()
 
@@ -304,6 +334,11 @@ class LoadedModel:
         """Texts of a batch that run at once, at most."""
         return self._sequences or (CPU_SEQUENCES if self.engine.device.caps.software else SEQUENCES)
 
+    @property
+    def shared(self) -> bool:
+        """Whether it was loaded for several sequences, so that all texts share the steps of a batch."""
+        return self._sequences is not None and self._sequences > 1
+
     def drafts(self, options: Options) -> Drafts | None:
         """Those that a text of these options may have."""
         return None if self._drafts is None else self._drafts.at_most(options.draft_max)
@@ -314,19 +349,30 @@ class LoadedModel:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+
+    @overload
+    def generate(self, prompt: Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> list[Result]: ...
 
     @with_keywords
-    def generate(self, prompt: Prompt | Prompts, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
-        """Continue a text, given as text or token ids; or each of a list of them, all at once, as `batch` does."""
-        if given.several(prompt) is not None:
-            return self.batch(cast(Prompts, prompt), **options)
-        return Session(self, lasting=False).generate(cast(Prompt, prompt), **options)
+    def generate(self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+        """Continue a text, given as text or token ids; or each of a list of them, or one n times, all at once, as `batch` does."""
+        if n is None and given.several(prompt) is None:
+            return Session(self, lasting=False).generate(cast(Prompt, prompt), **options)
+        return self.batch(_listed(prompt), n=1 if n is None else n, **options)
+
+    @overload
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream: ...
+
+    @overload
+    def stream(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> BatchStream: ...
 
     @with_keywords
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
+    def stream(self, prompt: Prompt | Prompts, **options: Unpack[GenerateOptions]) -> Stream | BatchStream:
         """As `generate`, piece by piece: `for piece in model.stream(...): print(piece.text, end="", flush=True)`."""
-        return Session(self, lasting=False).stream(prompt, **options)
+        if given.several(prompt) is not None:
+            return self.batch_stream(cast(Prompts, prompt), **options)
+        return Session(self, lasting=False).stream(cast(Prompt, prompt), **options)
 
     @with_keywords
     def batch(self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, **options: Unpack[GenerateOptions]) -> list[Result]:
@@ -345,83 +391,146 @@ class LoadedModel:
         self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, **options: Unpack[GenerateOptions]
     ) -> BatchStream:
         """As `batch`, piece by piece: `for index, piece in model.batch_stream(...)`, index being that of the result."""
-        checked = Options.of(options, self.n_vocab)
-        if checked.logits_processor:
-            raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
+        checked = self._for_batch(options)
         found = given.several(prompts)
         if found is None and not (isinstance(prompts, list | tuple) and not prompts):
             raise given.wrong("prompts", prompts, "a list of texts, or of lists of token ids; generate takes one")
-        ids = []
+        asked = []
         for i, prompt in enumerate(found or []):
-            self.require_room(prompt)
-            ids.append(self.ids(prompt, start=True, name=f"prompts[{i}]"))
-            if len(ids[-1]) > self.n_ctx:
-                raise too_long(len(ids[-1]), self.n_ctx, f"prompts[{i}]: ")
-        return self._batch_of(ids, checked, sequences, n)
+            self.require_room(prompt, f"prompts[{i}]: ")
+            ids = self.ids(prompt, start=True, name=f"prompts[{i}]")
+            asked.append(TextRequest(ids, checked, partial(self.constraint, checked.json_schema)))
+        return self._batch_of(asked, sequences, n, "prompts")
 
-    def _batch_of(self, prompts: Sequence[list[int]], checked: Options, sequences: int | None, n: int) -> BatchStream:
+    def _for_batch(self, options: Mapping[str, Any]) -> Options:
+        checked = Options.of(options, self.n_vocab)
+        if checked.logits_processor:
+            raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
+        self.constraint(checked.json_schema)  # whether there is one is known before anything runs
+        return checked
+
+    def _batch_of(self, asked: Sequence[TextRequest], sequences: int | None, n: int, name: str) -> BatchStream:
+        """n texts of each, with seeds that follow each other. name: of what they were given as, for errors."""
         n = given.whole("n", n, "a whole number, 1 or more", 1)
         if sequences is not None:
             sequences = given.whole("sequences", sequences, "a whole number, 1 or more, or None", 1)
-        self.constraint(checked.json_schema)  # whether there is one is known before anything runs
+        for i, each in enumerate(asked):
+            if len(each.prompt) > self.n_ctx:
+                raise too_long(len(each.prompt), self.n_ctx, f"{name}[{i}]: ")
+        self.require_open("batch")
+        texts = [
+            replace(each, options=replace(each.options, seed=each.options.seed + i), sequences=sequences, left=threading.Event())
+            for each in asked
+            for i in range(n)
+        ]
+        return BatchStream(self.texts, texts, sequences or self.sequences)
 
-        def constraint() -> Constraint | None:
-            return self.constraint(checked.json_schema)
+    @overload
+    def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, messages: Conversation, *, max_rounds: int = 0, **options: Unpack[ChatOptions]
+    ) -> Result: ...
 
-        wanted = [Wanted(ids, replace(checked, seed=checked.seed + i), constraint) for ids in prompts for i in range(n)]
-        with self.using("batch"):
-            texts = self.batched(sequences)
+    @overload
+    def chat(self, messages: Conversation, *, n: int, **options: Unpack[ChatOptions]) -> list[Result]: ...
 
-            def using() -> AbstractContextManager[Any]:
-                return self.using("batch", stepping=True)
-
-            stream = BatchStream(wanted, lambda own: at_once(texts, min(sequences or texts.sequences, texts.sequences), using, own))
-            self._stream = weakref.ref(stream)
-            return stream
+    @overload
+    def chat(self, messages: Sequence[Conversation], *, n: int | None = None, **options: Unpack[ChatOptions]) -> list[Result]: ...
 
     @with_keywords
     def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
-        template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Iterable[ToolLike] | None = None,
-        tool_choice: str | Mapping[str, Any] = "auto",
-        max_rounds: int = 0,
-        **options: Unpack[GenerateOptions],
-    ) -> Result:
+        self, messages: Conversation | Sequence[Conversation], *, n: int | None = None, max_rounds: int = 0, **options: Unpack[ChatOptions]
+    ) -> Result | list[Result]:
         """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` and `Session.chat`
-        have the rest."""
-        return Session(self, lasting=False).chat(
-            messages,
-            template=template,
-            template_kwargs=template_kwargs,
-            tools=tools,
-            tool_choice=tool_choice,
-            max_rounds=max_rounds,
-            **options,
-        )
+        have the rest. A list of conversations, or n answers to one, are made all at once, as `batch` makes texts."""
+        if n is None and _conversations(messages) is None:
+            return Session(self, lasting=False).chat(cast(Conversation, messages), max_rounds=max_rounds, **options)
+        if max_rounds:
+            raise given.wrong("max_rounds", max_rounds, "0 for several conversations, or n replies: their calls are given back")
+        return self._chats(messages, 1 if n is None else n, **options).finished()
+
+    @overload
+    def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Stream: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def stream_chat(self, messages: Sequence[Conversation], **options: Unpack[ChatOptions]) -> BatchStream: ...
 
     @with_keywords
-    def stream_chat(
+    def stream_chat(self, messages: Conversation | Sequence[Conversation], **options: Unpack[ChatOptions]) -> Stream | BatchStream:
+        """As `chat`, piece by piece."""
+        if _conversations(messages) is not None:
+            return self._chats(messages, 1, **options)
+        return Session(self, lasting=False).stream_chat(cast(Conversation, messages), **options)
+
+    def _chats(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
+        messages: Conversation | Sequence[Conversation],
+        n: int,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: Iterable[ToolLike] | None = None,
         tool_choice: str | Mapping[str, Any] = "auto",
         **options: Unpack[GenerateOptions],
-    ) -> Stream:
-        """As `chat`, piece by piece."""
-        return Session(self, lasting=False).stream_chat(
-            messages, template=template, template_kwargs=template_kwargs, tools=tools, tool_choice=tool_choice, **options
-        )
+    ) -> BatchStream:
+        checked, use = self._for_batch(options), tool_use(tools, tool_choice)
+        asked = []
+        for i, each in enumerate(_conversations(messages) or [cast(Conversation, messages)]):
+            try:
+                prompt, own = self.chat_asked(each, template, template_kwargs, use, checked)
+            except ContextLengthError as e:
+                raise too_long(e.tokens, e.n_ctx, f"messages[{i}]: at least ") from e
+            asked.append(TextRequest(prompt.ids, own, partial(self.constraint_of, prompt, own), partial(prompt.reader_for, own)))
+        return self._batch_of(asked, None, n, "messages")
+
+    # -- text, in tasks of an event loop
+
+    @overload
+    def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream: ...
+
+    @overload
+    def astream(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> BatchStream: ...
+
+    @with_keywords
+    def astream(self, prompt: Prompt | Prompts, **options: Unpack[GenerateOptions]) -> Stream | BatchStream:
+        """`async for piece in model.astream(prompt)`, or `async for index, piece in model.astream(prompts)`: texts of all tasks share the
+        steps of the model's batch."""
+        if given.several(prompt) is not None:
+            return self.batch_stream(cast(Prompts, prompt), **options)
+        self._for_batch(options)
+        return Session(self, lasting=False, shared=True).stream(cast(Prompt, prompt), **options)
+
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+
+    @overload
+    async def agenerate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+
+    @overload
+    async def agenerate(self, prompt: Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+
+    @with_keywords
+    async def agenerate(
+        self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result | list[Result]:
+        """`await model.agenerate(prompt)`: as `generate`, and as `astream` beside the texts of other tasks."""
+        if n is None and given.several(prompt) is None:
+            return await self.astream(cast(Prompt, prompt), **options).afinished()
+        return await self.batch_stream(_listed(prompt), n=1 if n is None else n, **options).afinished()
+
+    @with_keywords
+    def astream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Stream:
+        """`async for piece in model.astream_chat(messages)`: as `chat`, and as `astream` beside the texts of other tasks."""
+        if options.get("logits_processor"):
+            self._for_batch({"logits_processor": options["logits_processor"]})
+        return Session(self, lasting=False, shared=True).stream_chat(messages, **options)
+
+    @with_keywords
+    async def achat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Result:
+        """`await model.achat(messages)`: as `chat`, and as `astream` beside the texts of other tasks."""
+        return await self.astream_chat(messages, **options).afinished()
 
     def session(self) -> Session:
         """An empty text that grows, may be saved, loaded and forked."""
-        self._require_open("session")
+        self.require_open("session")
         return Session(self)
 
     # -- vectors
@@ -556,13 +665,16 @@ class LoadedModel:
         if self.engine.device.forked:  # the objects are the other process's
             self._closed = True
         if not self._closed:
+            self.texts.stop()
             with self.using("close", keep=True):
+                if self._running is not None:
+                    self._running.pause()
                 self._closed = True
                 self.close_batch()
                 self.engine.close()
 
     def __enter__(self) -> Self:
-        self._require_open("with")
+        self.require_open("with")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -573,13 +685,15 @@ class LoadedModel:
 
     # -- for sessions and streams
 
-    def batched(self, sequences: int | None = None) -> BatchedTexts:
-        """Texts at once, for a caller that is `using` the model: opened on first use, and anew where more sequences are asked for."""
-        if self._batched is not None and sequences is not None and sequences > self._batched.sequences:
+    def batched(self, sequences: int | None = None, *, rows: int | None = None, reuse: bool = True) -> BatchedTexts:
+        """Texts at once, for a caller that has the model's turn: opened on first use, and anew where more sequences are asked for. rows,
+        reuse: as of `Batch`."""
+        sequences = max(sequences or self.sequences, self._sequences or 1)
+        if self._batched is not None and sequences > self._batched.sequences:
             self.close_batch()
         if self._batched is None:
             n_ctx = self.engine.n_ctx
-            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences or self.sequences), self._drafts)
+            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences, rows=rows, reuse=reuse), self._drafts)
             if self.engine.n_ctx != n_ctx:
                 self.warm.clear()
         return self._batched
@@ -635,11 +749,18 @@ class LoadedModel:
             marks, use = replace(marks, calls=True), replace(use, format=format, begun=begun)
         return ChatPrompt(ids, prompt.text, chosen.stops, marks, prompt.moved_system, use)
 
-    def warn_of_moved_system(self) -> None:
-        """Once."""
-        if not self._told_of_system:
+    def chat_asked(
+        self, messages: Conversation, template: str | None, variables: Mapping[str, Any] | None, use: ToolUse | None, checked: Options
+    ) -> tuple[ChatPrompt, Options]:
+        """A conversation, and options with what ends its reply. Warns once of a system message that the template has no place for. Raises
+        what `chat_prompt` raises."""
+        prompt = self.chat_prompt(messages, template, variables, use)
+        if prompt.moved_system and not self._told_of_system:
             self._told_of_system = True
             warnings.warn(f"[chat] {self.name}: {MOVED_SYSTEM}", ChatTemplateWarning, stacklevel=4)
+        if prompt.stops:
+            checked = replace(checked, stop=(*checked.stop, *prompt.stops))
+        return prompt, checked
 
     def chat_ids(self, messages: str | Sequence[Mapping[str, Any]] | ChatPrompt, template: str | None) -> list[int]:
         """The tokens of `chat_prompt`, or of what it has given."""
@@ -655,10 +776,10 @@ class LoadedModel:
         )
         return bos, eos
 
-    def require_room(self, text: Prompt) -> None:
+    def require_room(self, text: Prompt, name: str = "") -> None:
         """Raises ContextLengthError for a text that is longer than the context whatever its tokens are: it need not be tokenized."""
         if isinstance(text, str) and (least := -(-len(text) // self.tokenizer.longest)) > self.n_ctx:
-            raise too_long(least, self.n_ctx, "at least ")
+            raise too_long(least, self.n_ctx, f"{name}at least ")
 
     @cached_property
     def _grammar(self) -> JsonGrammar:
@@ -675,57 +796,60 @@ class LoadedModel:
         return self.constraint(options.json_schema)
 
     @contextmanager
-    def using(self, what: str, session: Session | None = None, *, keep: bool = False, stepping: bool = False) -> Iterator[Engine]:
-        """The engine, for one call and this thread alone, with a session's state on the device, without one with an empty context.
+    def using(self, what: str, session: Session | None = None, *, keep: bool = False, text: EngineText | None = None) -> Iterator[Engine]:
+        """The engine, for one call and this thread alone, with a session's state on the device, without one with an empty context. Waits
+        for its turn.
 
-        keep      the call needs no state: the device keeps what it has
-        stepping  the call is a step of the stream that is running
-
-        Raises ModelError where the model is closed, or another thread is using it.
+        what  the call, for errors
+        keep  the call needs no state: the device keeps what it has
+        text  the call is for pieces of this text of the session; others end the one that the session has
+        Raises ModelError where the model is closed, or this thread has the engine already.
         """
-        self._require_open(what)
-        if not self._lock.acquire(blocking=False):
-            user = self._user
-            by = f"thread {user[0]} is in {user[1]}" if user else "another thread is using it"
-            raise ModelError(
-                f"[model] {self.name}: {what} in thread {threading.get_ident()}, while {by}. One model is used from one thread at a time: "
-                "take turns, or load it twice"
-            )
-        self._user = (threading.get_ident(), what)
-        try:
-            if not stepping:
-                self._end_stream(what)
-                if not keep:
-                    self._bring(session)
+        self.require_open(what)
+        with self._turns.take(what, piece=text is not None):
+            self.require_open(what)  # it may have been closed meanwhile
+            if self._running is not None and self._running is not text:
+                self._running.pause()
+                self._running = None
+            if not keep:
+                if session is not None and text is None:
+                    session.end_stream(what)
+                self._bring(session, text)
             yield self.engine
-        finally:
-            self._user = None
-            self._lock.release()
 
-    def streaming(self, stream: Stream) -> Stream:
-        """Note which stream is running."""
-        self._stream = weakref.ref(stream)
-        return stream
+    @contextmanager
+    def stepping(self, what: str) -> Iterator[Engine]:
+        """The engine, for steps of a batch: as `using` without a session, but where no session has the engine's own cache, that is left as
+        it is."""
+        self.require_open(what)
+        with self._turns.take(what):
+            self.require_open(what)
+            if self._running is not None or self._on_device is not None:
+                self._bring(None, None)
+            yield self.engine
 
-    def _end_stream(self, by: str) -> None:
-        stream = self._stream() if self._stream else None
-        self._stream = None
-        if stream is not None:
-            stream.cut_off(by)
+    @property
+    def waited_for(self) -> bool:
+        """Whether other threads wait for their turn."""
+        return self._turns.waited_for
 
-    def _bring(self, session: Session | None) -> None:
+    def _bring(self, session: Session | None, text: EngineText | None) -> None:
         """The state of a session onto the device, that of the one before to the host."""
+        if self._running is not None and self._running is not text:
+            self._running.pause()
+        self._running = text
         before = self._on_device() if self._on_device else None
         if session is not None and before is session:
             return
-        if before is not None and before.lasting:
+        if before is not None and before.keeps_state:
             before.keep_on_host(self.engine.snapshot())
         self._on_device = None if session is None else weakref.ref(session)
         self.engine.reset()
         if session is not None and (kept := session.from_host()) is not None:
             self.engine.restore(kept)
 
-    def _require_open(self, what: str) -> None:
+    def require_open(self, what: str) -> None:
+        """Raises ModelError where the model is closed."""
         self.engine.device.require_own_process()
         if self._closed:
             raise ModelError(f"[model] {self.name} is closed: {what} needs an open one; load it again")

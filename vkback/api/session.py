@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,10 +16,12 @@ from vkback.api.message import MessageReader
 from vkback.api.messages import Message
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.result import Result
-from vkback.api.stream import Stream
+from vkback.api.shared import SharedText, TextRequest
+from vkback.api.stream import EngineText, Stream
 from vkback.api.tools.functions import run
 from vkback.api.tools.use import ToolLike, tool_use
 from vkback.engine.constraint import Constraint
+from vkback.engine.engine import Engine
 from vkback.engine.snapshot import Snapshot, StateError, differences, read_state, write_state
 
 if TYPE_CHECKING:
@@ -25,17 +29,31 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A text of one model. Several sessions of a model take turns: the one in use has its state on the device, the others on the host.
+    """A text of one model, for one thread at a time. Several sessions of a model may be used by several threads: they take turns, where the
+    one in use has its state on the device and the others on the host, or, where the model was loaded for several sequences, share the
+    steps of a batch.
 
     Made by `LoadedModel.session`. `tokens` is all of the text. The last token may not have gone through the model yet.
     """
 
-    def __init__(self, model: LoadedModel, tokens: Sequence[int] = (), snapshot: Snapshot | None = None, *, lasting: bool = True) -> None:
-        """Use `LoadedModel.session`. lasting: its state is worth keeping while others have the device."""
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokens: Sequence[int] = (),
+        snapshot: Snapshot | None = None,
+        *,
+        lasting: bool = True,
+        shared: bool | None = None,
+    ) -> None:
+        """Use `LoadedModel.session`. lasting: its state is worth keeping while others have the device. shared: its texts are made in the
+        model's batch; None: as the model was loaded."""
         self.model = model
-        self.lasting = lasting
+        self._lasting = lasting
+        self._shared = model.shared if shared is None else shared
         self._tokens = list(tokens)
         self._snapshot = snapshot
+        self._stream: weakref.ref[Stream] | None = None
+        self._went_on = False  # in a batch: the engine's state may be of another text
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -58,17 +76,22 @@ class Session:
     def stream(self, prompt: Prompt = "", **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece."""
         checked = Options.of(options, self.model.n_vocab)
-        constraint = self.model.constraint(checked.json_schema)
         self.model.require_room(prompt)
-        with self.model.using("session.stream", self) as engine:
-            nothing = isinstance(prompt, Sized) and not len(prompt)
+        nothing = isinstance(prompt, Sized) and not len(prompt)
+        what = "session.stream"
+        if self._in_batch(checked):
+            self.model.require_open(what)
+            self.end_stream(what)
+            new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
+            return self._shared_stream([*self._tokens, *new], checked, self.model.constraint(checked.json_schema))
+        constraint = self.model.constraint(checked.json_schema)
+        with self.model.using(what, self) as engine:
+            self._settle(engine)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
             self._check_room(len(self._tokens) + len(new))
             reused = engine.n_past
             self._tokens += new
-            return self.model.streaming(
-                Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, None, self.model.drafts(checked))
-            )
+            return self._engine_stream(engine, reused, checked, constraint)
 
     @with_keywords
     def chat(
@@ -135,15 +158,9 @@ class Session:
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
         checked = Options.of(options, self.model.n_vocab)
-        prompt = self.model.chat_prompt(messages, template, template_kwargs, tool_use(tools, tool_choice))
-        if prompt.moved_system:
-            self.model.warn_of_moved_system()
-        if prompt.stops:
-            checked = replace(checked, stop=(*checked.stop, *prompt.stops))
+        prompt, checked = self.model.chat_asked(messages, template, template_kwargs, tool_use(tools, tool_choice), checked)
         constraint = self.model.constraint_of(prompt, checked)
-        return self.stream_of(
-            "session.chat", prompt.ids, checked, constraint, prompt.reader(thoughts=checked.json_schema is None or prompt.use is not None)
-        )
+        return self.stream_of("session.chat", prompt.ids, checked, constraint, prompt.reader_for(checked))
 
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
@@ -158,7 +175,12 @@ class Session:
     ) -> Stream:
         """As `stream_from`, of ids and options that are checked. what: the call, for errors. constraint: what the text is held to. reader:
         of a reply that has thoughts beside the answer."""
+        if self._in_batch(checked):
+            self.model.require_open(what)
+            self.end_stream(what)
+            return self._shared_stream(ids, checked, constraint, reader)
         with self.model.using(what, self) as engine:
+            self._settle(engine)
             self._check_room(len(ids))
             common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
             reused = min(common, engine.n_past, len(ids) - 1)  # one token must go through the model, to give the first logits
@@ -166,26 +188,36 @@ class Session:
                 reused = 0
                 engine.rewind(0)
             self._tokens = ids
-            return self.model.streaming(
-                Stream(engine, self._tokens, reused, checked, self._using, self.model.warm, constraint, reader, self.model.drafts(checked))
-            )
+            return self._engine_stream(engine, reused, checked, constraint, reader)
 
     def reset(self) -> None:
         """Forget the text."""
-        with self.model.using("session.reset", self) as engine:
-            engine.reset()
-            self._tokens = []
+        if self._shared:
+            self.model.require_open("session.reset")
+            self.end_stream("session.reset")
+        else:
+            with self.model.using("session.reset", self) as engine:
+                engine.reset()
+        self._tokens = []
 
     def fork(self) -> Session:
         """A second session with the same text; what one appends the other never sees."""
+        if self._shared:
+            self.model.require_open("session.fork")
+            self.end_stream("session.fork")
+            return Session(self.model, self._tokens, lasting=True, shared=True)
         with self.model.using("session.fork", self) as engine:
-            return Session(self.model, self._tokens, engine.snapshot())
+            self._settle(engine)
+            return Session(self.model, self._tokens, engine.snapshot(), shared=False)
 
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
         """Write text and state to a file, in the place of an older one only once all is written (vkback/engine/snapshot.py has the form).
         notes: what JSON can hold, which `load` gives back."""
         file = given.path("path", path, "session")
         with self.model.using("session.save", self) as engine:
+            self._settle(engine)
+            if self._shared:
+                engine.prompt(self._tokens[engine.n_past : -1])
             snapshot = engine.snapshot()
             waiting = self._tokens[len(snapshot.tokens) :]
             write_state(file, snapshot, self.model.settings, {"waiting": waiting, "notes": dict(notes or {})})
@@ -226,8 +258,52 @@ class Session:
         kept, self._snapshot = self._snapshot, None
         return kept
 
-    def _using(self, what: str) -> Any:
-        return self.model.using(what, self, stepping=True)
+    def end_stream(self, by: str) -> None:
+        """The text goes another way: its stream, if one is running, is cut off."""
+        stream, self._stream = self._stream() if self._stream else None, None
+        if stream is not None:
+            stream.cut_off(by)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its state is worth keeping while others have the device: so it is of a text that a stream still makes."""
+        stream = self._stream() if self._stream else None
+        return self._lasting or (stream is not None and not stream.ended)
+
+    def _in_batch(self, checked: Options) -> bool:
+        """Whether a text is made in the model's batch."""
+        return self._shared and not checked.logits_processor
+
+    def _engine_stream(
+        self, engine: Engine, reused: int, checked: Options, constraint: Constraint | None, reader: MessageReader | None = None
+    ) -> Stream:
+        model = self.model
+
+        def using(keep: bool) -> AbstractContextManager[Engine]:
+            return model.using("stream", self, keep=keep, text=text)
+
+        text = EngineText(engine, self._tokens, reused, checked, using, model.warm, constraint, reader, model.drafts(checked))
+        stream = Stream(text)
+        self._stream = weakref.ref(stream)
+        return stream
+
+    def _shared_stream(
+        self, ids: list[int], checked: Options, constraint: Constraint | None, reader: MessageReader | None = None
+    ) -> Stream:
+        self._check_room(len(ids))
+        self._tokens, self._went_on = ids, True
+        asked = TextRequest(list(ids), checked, lambda: constraint, lambda: reader)
+        stream = Stream(SharedText(self.model.texts, asked, self._tokens))
+        self._stream = weakref.ref(stream)
+        return stream
+
+    def _settle(self, engine: Engine) -> None:
+        """What the device has of the text, where a batch went on with it meanwhile."""
+        if not self._went_on or engine.tokens == tuple(self._tokens[: engine.n_past]):
+            return
+        common = next(i for i, (a, b) in enumerate(zip([*self._tokens, -1], engine.tokens, strict=False)) if a != b)
+        if not engine.rewind(common):
+            engine.rewind(0)
 
     def _check_room(self, count: int) -> None:
         n_ctx = self.model.n_ctx

@@ -1,5 +1,5 @@
 """The thread that has the model: a bounded queue of requests, clients in turn. One runs at a time, or several at once
-(vkback/server/at_once.py).
+(vkback/api/at_once.py).
 
 A request's events go to the event loop that waits for them. Between two pieces of text the thread looks whether the client has left and
 whether the time is over. A lost device is opened anew: the requests that ran get an error, those that wait are run.
@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from vkback.api import ChatTemplateError, Chunk, LoadedModel, ModelError, Result
+from vkback.api import ChatTemplateError, Chunk, FinishReason, LoadedModel, ModelError, Result, Session
+from vkback.api.at_once import AtOnce, Queues
+from vkback.api.batched import BatchedTexts, BatchText
 from vkback.api.errors import ContextLengthError
 from vkback.api.options import Options
 from vkback.api.vectors import Vectors
@@ -27,7 +28,6 @@ from vkback.engine.constraint import ConstraintError
 from vkback.engine.sampler import Sampler
 from vkback.errors import VkbackError
 from vkback.gguf.vocabularies import TokenizerError
-from vkback.server.at_once import AtOnce
 from vkback.server.errors import BadRequest, ContextTooLong, LostDevice, QueueFull, ServerError, Unavailable
 from vkback.server.latencies import Latencies
 from vkback.server.queued import Called, QueuedRequest, asked_of, require_time
@@ -97,12 +97,12 @@ class Worker:
         self.tokenizer = self._model.tokenizer
         self.has_text = self._model.engine.model.has_text
         self.device_name = self._model.engine.device.caps.name
-        self._session = self._model.session()
+        self._session = Session(self._model, shared=False)
         self._open_batch()
-        self._waiting: OrderedDict[str, deque[QueuedRequest]] = OrderedDict()
+        self._waiting: Queues[QueuedRequest] = Queues()
         self._changed = threading.Condition()
         self._running: list[QueuedRequest] = []
-        self._stopping = False
+        self._stopping = self._broken = False
         self._step_begun = 0.0
         self.state: State = "idle"
         self.counts = Counts()
@@ -114,7 +114,7 @@ class Worker:
     def queued(self) -> int:
         """Requests that wait."""
         with self._changed:
-            return self._length()
+            return len(self._waiting)
 
     @property
     def step_s(self) -> float:
@@ -159,7 +159,7 @@ class Worker:
         with self._changed:
             if self._stopping:
                 raise _ending()
-            if self._length() >= self._max_queue:
+            if len(self._waiting) >= self._max_queue:
                 self.counts.refused += 1
                 ended = self.counts.finished + self.counts.cancelled + self.counts.failed
                 mean_s = self.counts.seconds / ended if ended else 1.0
@@ -167,26 +167,21 @@ class Worker:
                     f"[server] {self._max_queue} requests wait already, which is the limit; try again later",
                     retry_after_s=min(60, max(1, round(mean_s))),
                 )
-            self._waiting.setdefault(request.client, deque()).append(request)
+            self._waiting.put(request.client, request)
             self._changed.notify()
 
     def cancel(self, request: QueuedRequest) -> None:
         """The client has left: a request that waits is dropped, one that runs ends at its next piece."""
         request.cancelled.set()
         with self._changed:
-            queue = self._waiting.get(request.client)
-            if queue and request in queue:
-                queue.remove(request)
+            if self._waiting.remove(request.client, request):
                 self.counts.cancelled += 1
-                if not queue:
-                    del self._waiting[request.client]
 
     def end(self) -> None:
         """Take no more requests. Those that run and wait get an error at once; the one that runs leaves the device at its next piece."""
         with self._changed:
             self._stopping = True
-            left = [request for queue in self._waiting.values() for request in queue]
-            self._waiting.clear()
+            left = self._waiting.take_all()
             for request in self._running:
                 if not request.cancelled.is_set():
                     request.cancelled.set()
@@ -202,29 +197,77 @@ class Worker:
         if self._thread.is_alive():
             log.error("the device has not ended its work within %g s; it is left as it is", JOIN_S)
 
-    def _length(self) -> int:
-        return sum(len(queue) for queue in self._waiting.values())
+    # -- for the thread: an Owner of what runs at once (vkback/api/at_once.py)
 
-    # -- for the thread
-
-    def take(self, most: int, *, wait: bool) -> list[QueuedRequest] | None:
-        """Up to so many requests that wait, of the client whose turn it is first; they run from now on. wait: until there is one. None: the
-        server ends."""
+    def take(self, running: int) -> Sequence[QueuedRequest] | None:
         with self._changed:
-            while wait and not self._waiting and not self._stopping:
+            while not running and not self._waiting and not self._stopping:
                 self._changed.wait()
             if self._stopping:
                 return None
-            found: list[QueuedRequest] = []
-            while self._waiting and len(found) < most:
-                client, queue = self._waiting.popitem(last=False)
-                found.append(queue.popleft())
-                if queue:
-                    self._waiting[client] = queue  # behind the other clients
+            found = self._waiting.take(self.parallel - running)
             self._running += found
             if found:
                 self.gave_sign()
             return found
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return self.model_now().stepping("serve")
+
+    def waited_for(self) -> bool:
+        return self.model.waited_for
+
+    def texts(self) -> BatchedTexts:
+        self.gave_sign()
+        return self.model.batched(self.parallel, reuse=self.reuse)
+
+    def add(self, request: QueuedRequest, texts: BatchedTexts) -> BatchText | None:
+        if request.cancelled.is_set():
+            self.counts.cancelled += 1
+            self.leave(request)
+            return None
+        require_time(request)
+        if request.call is not None:
+            self.call(request, request.call)
+            self.leave(request)
+            return None
+        ids, options = asked_of(self.model, request)
+        return texts.add(ids, options, self.model.constraint_of(request.prompt, options), client=request.client)
+
+    def over(self, request: QueuedRequest) -> FinishReason | None:
+        if time.monotonic() > request.deadline:
+            return "length"
+        return "closed" if request.cancelled.is_set() else None
+
+    def ended(self, request: QueuedRequest, end: Result | Exception, early: FinishReason | None = None) -> None:
+        if isinstance(end, Exception):
+            self.fail(request, end)
+        elif early == "length" and not end.tokens and not request.cancelled.is_set():
+            self.fail(
+                request, Unavailable("[server] the time of the request was over before its first token; try again later", retry_after_s=5)
+            )
+        else:
+            self.finish(request, end)
+        self.leave(request)
+
+    def lost(self, requests: Sequence[QueuedRequest], error: DeviceLost | DeviceTimeout) -> None:
+        self.lose(requests, error)
+        for request in requests:
+            self.leave(request)
+
+    def broken(self) -> None:
+        if self._model is not None:
+            try:
+                self._model.close_batch()
+            except Exception as e:  # whatever it is, the thread must go on
+                log.error("the batch could not be closed, the device is opened anew: %s", e)
+                self._broken = True
+
+    def worked(self, seconds: float) -> None:
+        self.counts.seconds += seconds
+        if self._broken:
+            self._broken = False
+            self._reopen()
 
     def gave_sign(self) -> float:
         """Note that the device answers; the time, by time.monotonic()."""
@@ -239,7 +282,6 @@ class Worker:
                 self.state = "idle"
 
     def piece(self, request: QueuedRequest, chunk: Chunk) -> None:
-        """A piece of its text."""
         now, count = time.monotonic(), len(chunk.tokens)
         if not request.told:
             self.latencies.first.observe(now - request.asked)
@@ -265,10 +307,8 @@ class Worker:
             request.put(result)
 
     def call(self, request: QueuedRequest, make: Callable[[LoadedModel], tuple[Vectors, int]]) -> None:
-        """Make the vectors or scores that it wants; texts that run go on from where they are."""
-        model = self.model_now()
-        with model.using("serve", stepping=True):
-            found = Called(*make(model))
+        """Make the vectors or scores that it wants; texts that run go on from where they are. Within a turn."""
+        found = Called(*make(self.model))
         self.gave_sign()
         self.counts.prompt_tokens += found.tokens
         self.counts.finished += 1
@@ -297,15 +337,6 @@ class Worker:
         self.state = "busy"
         return model
 
-    def close_batch(self) -> None:
-        """Give the batch back, which failed: the next request opens another."""
-        if self._model is not None:
-            try:
-                self._model.close_batch()
-            except Exception as e:  # whatever it is, the thread must go on
-                log.error("the batch could not be closed, the device is opened anew: %s", e)
-                self._reopen()
-
     def _run(self) -> None:
         if self.parallel > 1:
             AtOnce(self).serve()
@@ -317,7 +348,7 @@ class Worker:
                 self._model.close()
 
     def _one_by_one(self) -> None:
-        while found := self.take(1, wait=True):
+        while found := self.take(0):
             begun = time.monotonic()
             (request,) = found
             try:
@@ -326,7 +357,7 @@ class Worker:
                 self.lose(found, e)
             except Exception as e:  # whatever it is, the thread must go on
                 if self._model is not None and not isinstance(e, ServerError):
-                    self._session = self._model.session()
+                    self._session = Session(self._model, shared=False)
                 self.fail(request, e)
             self.counts.seconds += time.monotonic() - begun
             self.leave(request)
@@ -337,11 +368,12 @@ class Worker:
             return
         require_time(request)
         if request.call is not None:
-            self.call(request, request.call)
+            with self.model_now().using("serve", keep=True):
+                self.call(request, request.call)
             return
         model = self.model_now()
         if not self.reuse:
-            self._session = model.session()
+            self._session = Session(model, shared=False)
         ids, options = asked_of(model, request)
         now = 0.0
         with self._session.stream_of("serve", ids, options, model.constraint_of(request.prompt, options)) as stream:
@@ -361,7 +393,7 @@ class Worker:
         if self._model is None or self.parallel == 1:
             return
         with self._model.using("serve"):
-            batch = self._model.batched(self.parallel).batch
+            batch = self._model.batched(self.parallel, reuse=self.reuse).batch
             if not self._model.engine.device.caps.software:
                 batch.prepare_prompts()
                 for sampler in (Sampler(), Options().sampler):
@@ -376,7 +408,7 @@ class Worker:
         try:
             self._model = self.facts = self._load()
             self._open_batch()
-            self._session = self._model.session()
+            self._session = Session(self._model, shared=False)
         except Exception as e:  # whatever it is, the thread must go on
             log.error("the device could not be opened again: %s", e, exc_info=not isinstance(e, VkbackError))
             return

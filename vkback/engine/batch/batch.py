@@ -21,7 +21,7 @@ from vkback.device import DeviceLost, Timeout
 from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.pages import PagePool, PrefixCache
-from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Column, Copy, Idle, Keep, Limits, Read, Scheduler, Step, Text
+from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Column, Copy, Idle, Keep, Limits, Read, Scheduler, State, Step, Text
 from vkback.engine.batch.solo import Solo
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
@@ -31,6 +31,7 @@ from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
 from vkback.models.builder import Paging
+from vkback.models.cache_range import overflow_message
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN
 
@@ -66,7 +67,7 @@ class Request:
     """A text to make.
 
     tokens       its prompt, at least one
-    max_tokens   at most so many are made
+    max_tokens   at most so many are made; 0: its prompt is read, which others may begin with
     sampler      how they are picked
     stop_at_eos  it ends at an end-of-text token, which is the last one made
     client       whose it is; clients take turns
@@ -170,6 +171,7 @@ class Batch:
         pinned: bool | None = None,
         max_step_tokens: int | None = None,
         prefill: int | None = None,
+        reuse: bool = True,
     ) -> None:
         """Takes memory for the pages.
 
@@ -182,6 +184,7 @@ class Batch:
         max_step_tokens  most columns of a step, which running texts and short prompts share; at least `sequences`, default: 64, with
                    `pinned` and on CPU drivers as many as `sequences`
         prefill    most tokens of a prompt that go through steps; 0: none; default: 64, on CPU drivers 8, with `pinned` max_step_tokens
+        reuse      a text may begin with rows that were made for another one
         """
         sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
         if sequences > CLASSES[-1]:
@@ -217,6 +220,7 @@ class Batch:
             classes=(most,) if pinned else tuple(n for n in CLASSES if n <= most),
             prefill=0 if recurrent else prefill,
             pinned=pinned,
+            reuse=reuse,
         )
         self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
         self.counters = Counters()
@@ -271,12 +275,26 @@ class Batch:
         """Whether there is anything to do."""
         return bool(self._flying or self._made or self.scheduler.texts)
 
+    @property
+    def reading(self) -> bool:
+        """Whether the engine's own cache holds part of a prompt: nobody else may use the engine now."""
+        return any(work.begun and work.text.state is State.READING for work in self._works.values())
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the engine's own cache holds the text that runs alone: nobody else may use the engine before `give_way`."""
+        return self._solo is not None
+
+    def give_way(self) -> None:
+        """Others may use the engine: the text that runs alone goes on by steps of the batch."""
+        self._end_solo()
+
     def add(self, request: Request) -> int:
         """Put a request in work; its number. Raises EngineError for ids that are none, ScheduleError for a text that can never fit,
         SamplerError for more end-of-text ids than a loop has room for, and ConstraintError."""
         self.engine.check_ids(request.tokens)
         self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
-        text = Text(next(self._ids), request.client, tuple(request.tokens), request.max_tokens)
+        text = Text(next(self._ids), request.client, tuple(request.tokens), max(request.max_tokens, 1))
         mask = request.constraint.mask() if request.constraint is not None else None
         # Before the text is in work: a model with too many end-of-text ids is refused here.
         loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
@@ -462,9 +480,8 @@ class Batch:
             return False
         column, (work,) = action.columns[0], self._works.values()
         request = work.request
-        return bool(request.drafts and request.drafts.most and column.steps and column.tokens == 1) and not (
-            request.constraint or request.logits
-        )
+        drafts = request.max_tokens and request.drafts and request.drafts.most
+        return bool(drafts and column.steps and column.tokens == 1) and not (request.constraint or request.logits)
 
     def _step_alone(self, action: Step) -> None:
         """A step by the engine's own loop."""
@@ -660,7 +677,7 @@ class Batch:
                 ended[text.id] = "eos"
             elif status == STATUS_NAN:
                 ended[text.id] = "error"
-                errors[text.id] = self.engine.not_numbers(len(text.tokens) + len(tokens))
+                errors[text.id] = self._not_numbers(text, len(text.tokens) + len(tokens))
             elif len(text.made) + len(tokens) >= text.limit:
                 ended[text.id] = "length"
         logits = self._logits_of(done.flight)
@@ -668,6 +685,8 @@ class Batch:
         self.scheduler.done_step(done.action, made, ended, seconds)
         for id, tokens in made.items():
             work = self._works[id]
+            if not work.request.max_tokens:  # its prompt is read, which is all that was wanted
+                tokens = []
             own = (logits[work.column],) if logits is not None and work.request.logits and work.column >= 0 else ()
             if work.request.constraint is not None:
                 try:
@@ -681,6 +700,17 @@ class Batch:
                 self._leave(work, ended[id], tokens, own, errors.get(id))
             elif tokens:
                 self._made.append(Update(id, tuple(tokens), "", own, work.took))
+
+    def _not_numbers(self, text: Text, position: int) -> EngineError:
+        """Why logits of a text are not numbers. What its pages and those that others began with have is worth nothing."""
+        self.prefixes.clear()
+        who = f"[batch] {self.engine.model.file.path}: sequence {text.slot}"
+        if found := self._caches.beyond_range(text.pages, position):
+            return EngineError(f"{who}: {overflow_message(found)}")
+        return EngineError(
+            f"{who}: logits are not numbers at position {position}; the file is damaged or a kernel is wrong on this device: run "
+            "`vkback test-ops`"
+        )
 
     def _constrain(self, work: _Work, constraint: Constraint, tokens: Sequence[int], *, last: bool) -> str:
         """Tell a text's constraint what came, and get its next mask; "stop" where nothing may come any more."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vkback import quants
 from vkback.device import BufferRange, Commands, Ticket
 from vkback.engine.engine import Engine
 from vkback.graph import Graph, Tensor
 from vkback.models.builder import Paging
+from vkback.models.cache_range import Found, beyond_range, judge
 from vkback.ops.copies.pages import planes
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
@@ -151,6 +153,29 @@ class PagedCaches:
             for head in range(cache.shape[0])
             for p in pages
         ]
+
+    def beyond_range(self, pages: Sequence[int], rows: int) -> list[tuple[str, str]]:
+        """Name and type of each cache where the first rows of these pages, at most all, hold what is beyond the range of its type."""
+        names = beyond_range(list(self.tensors), lambda name: self._judge(self.tensors[name], pages, rows))
+        return [(name, self.tensors[name].type) for name in names]
+
+    def _judge(self, cache: Tensor, pages: Sequence[int], rows: int) -> Found:
+        heads, all_rows, dim = cache.shape
+        found = planes(cache)
+        if cache.type not in ("F32", "F16"):
+            found = [(p.offset, p.row_bytes) for p in quants.layout(cache.type, heads * all_rows, dim).planes if p.name == "d"]
+        page = self.paging.page
+        parts = [
+            self.ranges[cache.name].slice(offset + (head * all_rows + p * page) * row_bytes, min(rows - i * page, page) * row_bytes)
+            for offset, row_bytes in found
+            for head in range(heads)
+            for i, p in enumerate(pages)
+            if i * page < rows
+        ]
+        raw = self._device.download_many(parts)
+        if cache.type == "F32":
+            return "numbers" if np.isfinite(raw.view(np.float32)).all() else "nan"
+        return judge(raw.view(np.uint16))
 
     def close(self) -> None:
         if self._copying is not None:

@@ -111,7 +111,7 @@ class Limits:
     against a running one, in the share that prompts take; 0: none. in_flight: most steps submitted and not reported. recurrent: the model
     has states beside the pages, so that no prefix is reused, and a step takes no more than one token of a text. pinned: how a prompt is
     read depends on its length alone: all pieces but the last have `piece` tokens, and texts share only rows of such pieces
-    (docs/batch_invariance.md). Raises OptionError for a value that cannot be."""
+    (docs/batch_invariance.md). reuse: a text may begin with pages of others. Raises OptionError for a value that cannot be."""
 
     slots: int
     page: int
@@ -125,6 +125,7 @@ class Limits:
     classes: tuple[int, ...] = ()
     prefill: int = 0
     pinned: bool = False
+    reuse: bool = True
 
     @property
     def border(self) -> int:
@@ -453,7 +454,8 @@ class Scheduler:
                     return
                 text.pages = self._match(text)
                 text.rows, text.slot = len(text.pages) * self.limits.page, heappop(self.slots)
-                self.cache.count(len(text.pages))
+                if self._reuses:
+                    self.cache.count(len(text.pages))
                 self._run(text)
             elif self._reader is None:
                 self._reader, text.state, text.slot = text, State.READING, heappop(self.slots)
@@ -537,8 +539,12 @@ class Scheduler:
             heappush(self.slots, text.slot)
             text.slot = -1
 
+    @property
+    def _reuses(self) -> bool:
+        return self.limits.reuse and not self.limits.recurrent
+
     def _register(self, text: Text) -> None:
-        if text.pages and not self.limits.recurrent:
+        if text.pages and self._reuses and text.reason != "error":
             rows = text.rows
             if self.limits.pinned:
                 rows = min(rows, (len(text.prompt) - 1) // self.limits.border * self.limits.border)
@@ -551,7 +557,7 @@ class Scheduler:
         return len(pages)
 
     def _match(self, text: Text) -> list[int]:
-        if self.limits.recurrent:
+        if not self._reuses:
             return []
         rows = len(text.prompt) - 1 if self.limits.pinned else text.length - 1  # steps made what comes behind the prompt
         pages = self.cache.match(text.tokens[:rows], count=False)
@@ -622,7 +628,7 @@ class Scheduler:
             store = range(len(matched), len(text.pages))
         else:
             self.pool.release(matched)
-        if begins and not self.limits.recurrent:
+        if begins and self._reuses:
             self.cache.count(len(matched))
         if not count:
             text.rows = rows
