@@ -18,6 +18,7 @@ from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.weight_rows import gather_rows
 from vkback.evaluate.judge import nmse
+from vkback.evaluate.node_walk import items_of
 from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import GgufFile, GgufTensor
 from vkback.gguf.hparams import Metadata
@@ -30,6 +31,7 @@ from vkback.ops.lowering import PlanError
 from vkback.plan.passes.fuse import fuse
 from vkback.plan.planner import plan
 from vkback.plan.training import training_graph
+from vkback.timing.modules import shares
 
 Tiny = Callable[[str], Path]
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(0, 331, 20)]
@@ -111,6 +113,19 @@ def test_query_and_gate_take_turns_in_attn_q(tiny: Tiny) -> None:
         assert weight.shape == (160, 96)
         assert np.array_equal(gather_rows(model.file, weight, 0, 160), rows[:, place].reshape(160, -1))
         assert np.array_equal(gather_rows(model.file, weight, 35, 125), rows[:, place].reshape(160, -1)[35:125])
+
+
+def test_weights_of_rows_that_take_turns_are_told_apart_in_comparisons_and_profiles(tiny: Tiny) -> None:
+    """By their own names, not as the parts that the file has."""
+    model = Model.open(tiny("tiny-qwen3next"))
+    graph, ctx = model.graph(1, 32, head="last"), planned_for("nvidia_h200_linux")
+    made = {item.name for item in items_of(fuse(graph, ctx), graph)}
+    assert {"linear_attn_qkv_mixed-0", "z-0", "alpha-0", "beta-0", "Qcur-1", "Kcur-1", "Vcur-1", "gate-1"} <= made
+    sizes = {name: t.nbytes for name, t in model.file.tensors.items()}
+    found = [shares(d, sizes)[0] for d in plan(graph, ctx).dispatches()]
+    assert all(sum(s.part for s in each) == pytest.approx(1.0) for each in found)
+    matrices = {s.matrix for each in found for s in each}
+    assert {"blk.0.ssm_beta.weight", "blk.1.attn_q_gate.weight"} < matrices and not any("#" in name for name in matrices)
 
 
 def test_older_files_of_qwen3next_have_one_matrix_by_groups(tiny: Tiny, tmp_path: Path) -> None:

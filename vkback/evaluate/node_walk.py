@@ -79,7 +79,7 @@ def _packed(node: Node, number: int, out: Tensor, products: Mapping[str, Node], 
     weight, row = by["w"], LinearParams.of(node.params).row0
     rest = tuple(t.name for role, t in by.items() if role not in ("w", "bias"))
     found = []
-    for source in weight.recipe.sources if weight.recipe else (weight.name,):
+    for source in weight.recipe.weights if weight.recipe else (weight.name,):
         product = products[source]
         rows = product.outputs[0].shape[-1]
         name = product.outputs[0].name

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.errors import VkbackError
+from vkback.graph import part_name
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -324,7 +325,7 @@ class GgufFile:
         parts: dict[str, dict[str, int]] = {}
         joined: dict[str, list[str]] = {}
         for name, (turns, places) in cuts.items():
-            named = [[(f"{weight}#{turn}.{i}", rows) for i, (weight, rows) in enumerate(places)] for turn in range(turns)]
+            named = [[(part_name(weight, f"{turn}.{i}"), rows) for i, (weight, rows) in enumerate(places)] for turn in range(turns)]
             parts[name] = {part: rows for turn in named for part, rows in turn}
             for i, (weight, _) in enumerate(places):
                 joined.setdefault(weight, []).extend(turn[i][0] for turn in named)

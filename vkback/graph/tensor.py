@@ -23,6 +23,23 @@ class Recipe:
     sources: tuple[str, ...]
     scale: float = 1.0
 
+    @property
+    def weights(self) -> dict[str, tuple[str, ...]]:
+        """The weights that it combines, with the sources of each: itself, or its parts (`part_name`)."""
+        found: dict[str, tuple[str, ...]] = {}
+        for source in self.sources:
+            weight = source.partition(_PART)[0]
+            found[weight] = (*found.get(weight, ()), source)
+        return found
+
+
+_PART = " #"
+
+
+def part_name(weight: str, number: str) -> str:
+    """The name of a part of a weight whose rows do not lie together in the file."""
+    return f"{weight}{_PART}{number}"
+
 
 @dataclass(frozen=True)
 class Tensor:

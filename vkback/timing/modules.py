@@ -98,13 +98,15 @@ def shares(d: Dispatch, sizes: Mapping[str, int]) -> tuple[list[Share], list[str
     """Modules that a kernel counts for, with parts that sum to 1, and tensors that are fused into them. sizes: of the file's tensors."""
     if d.op in ("SAMPLE", "SAMPLE_COLUMNS") or d.label in ("loop", "tokens"):
         return [Share(("sample",), 1.0)], []
-    matrices: list[str] = []
+    matrices: dict[str, tuple[str, ...]] = {}
     vectors: list[str] = []
     for arg in d.args:
         if arg.tensor.kind == "weight":
-            sources = arg.tensor.recipe.sources if arg.tensor.recipe else (arg.tensor.name,)
-            known = matrices if len(arg.tensor.shape) > 1 else vectors
-            known += [s for s in sources if s not in known]
+            found = arg.tensor.recipe.weights if arg.tensor.recipe else {arg.tensor.name: (arg.tensor.name,)}
+            if len(arg.tensor.shape) > 1:
+                matrices |= found
+            else:
+                vectors += [name for name in found if name not in vectors]
     base = label_parts(d.label)[0]
     if base.startswith("result") and "token_embd.weight" in matrices:  # tied: the embedding is the output's matrix
         return [Share(("output",), 1.0, "token_embd.weight")], vectors
@@ -112,5 +114,5 @@ def shares(d: Dispatch, sizes: Mapping[str, int]) -> tuple[list[Share], list[str
         return [Share(weight_path(vectors[0]), 1.0)], vectors[1:]
     if not matrices:
         return [Share(node_path(d.label), 1.0)], vectors
-    total = sum(sizes[name] for name in matrices)
-    return [Share(weight_path(name), sizes[name] / total, name) for name in matrices], vectors
+    bytes_of = {name: sum(sizes[source] for source in sources) for name, sources in matrices.items()}
+    return [Share(weight_path(name), size / sum(bytes_of.values()), name) for name, size in bytes_of.items()], vectors

@@ -192,7 +192,8 @@ class _DeltaNet(Op):
             raise PlanError(
                 f"[{self.name}] {node.name}: {y}: expected heads of whole quads, for Q8_1 of whole units of 32, got {heads.dim}"
             )
-        choice = ctx.tuning.pick("delta_net", n=n, n_head=heads.n, dim=heads.dim, key=heads.key)
+        # A workgroup of CONV_DELTA_NET has one token, however many sequences there are.
+        choice = ctx.tuning.pick("delta_net", n=n if conv is None else 1, n_head=heads.n, dim=heads.dim, key=heads.key)
         shape = _shape(choice.params, heads, caps, whole=conv is not None)
         # Tokens of a tile wait in shared memory while the state stays in registers.
         tile = 1 if conv is not None else min(n, TILE)
