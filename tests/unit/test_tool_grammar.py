@@ -13,11 +13,11 @@ import pytest
 from vkback.api.reasoning import Marks, marks_of
 from vkback.api.tools.call import Tool, ToolCall
 from vkback.api.tools.format import Format
-from vkback.api.tools.grammar import TriggeredConstraint, calls_grammar, closed
+from vkback.api.tools.grammar import TriggeredConstraint, calls_grammar
 from vkback.api.tools.known import FORMATS, GENERAL
 from vkback.api.tools.reader import CallReader
 from vkback.api.tools.use import tool_use
-from vkback.engine.constraint import Constraint, ConstraintError, JsonGrammar
+from vkback.engine.constraint import Constraint, ConstraintError, JsonGrammar, closed
 from vkback.gguf.file import GgufFile
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.paths import builtin_model
@@ -209,5 +209,13 @@ def test_a_function_has_no_more_arguments_than_it_has_parameters() -> None:
         "$defs": {"x": shut},
         "additionalProperties": False,
     }
-    for own in ({"type": "object"}, {"properties": {}, "additionalProperties": True}, {"properties": {}, "$ref": "#/$defs/x"}, True):
+    together = {"allOf": [inner, {"$ref": "#/$defs/x"}], "$defs": {"x": inner}}
+    for own in (
+        together,
+        {"properties": {"a": True}, "required": ["b"]},
+        {"type": "object"},
+        {"properties": {}, "additionalProperties": True},
+        {"properties": {}, "$ref": "#/$defs/x"},
+        True,
+    ):
         assert closed(own) == own

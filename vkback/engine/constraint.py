@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,10 +61,13 @@ class JsonGrammar:
         self._tokenizer = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.eos_ids) or n_vocab)
 
     def constraint(self, schema: str | Mapping[str, Any]) -> SchemaConstraint:
-        """A text of this schema, from its first token on. Raises ConstraintError saying what in the schema cannot be had."""
+        """A text of this schema, from its first token on; objects have no properties but those that it names, unless it says so. Raises
+        ConstraintError saying what in the schema cannot be had."""
         from llguidance import LLMatcher
 
         text = schema if isinstance(schema, str) else json.dumps(schema)
+        with suppress(ValueError, RecursionError, TypeError):
+            text = json.dumps(closed(json.loads(text)))
         try:
             grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
         except ValueError as e:
@@ -110,6 +114,45 @@ class JsonGrammar:
         if matcher.is_error():
             raise ConstraintError(f"[json] the {what} cannot be compiled: {_reason(matcher)}")
         return SchemaConstraint(matcher, self._words)
+
+
+def closed(schema: Any) -> Any:
+    """A schema in which objects have the properties that it names and no others, unless it says that they may: small models would go on and
+    on with more. Whatever fits it fits the schema. One that puts objects together of several (allOf, $ref beside others) is as it was."""
+    if isinstance(schema, Mapping) and _puts_together(schema):
+        return schema
+    return _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: {name: _closed(each) for name, each in own.items()} if _names(key, own) else own for key, own in schema.items()}
+    for key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
+        if key in found:
+            found[key] = _closed(found[key])
+    names = found.get("properties")
+    if not isinstance(names, Mapping) or any(key in found for key in OPEN) or any(name not in names for name in found.get("required", ())):
+        return found
+    return found | {"additionalProperties": False}
+
+
+OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "minProperties")
+"""With these in a schema, an object may have more properties than it names."""
+
+
+def _names(key: str, own: Any) -> bool:
+    """Whether the values of a keyword are schemas by names."""
+    return key in ("properties", "$defs", "definitions") and isinstance(own, Mapping)
+
+
+def _puts_together(schema: Any) -> bool:
+    if isinstance(schema, Mapping):
+        several = "allOf" in schema or "if" in schema or ("$ref" in schema and "properties" in schema)
+        return several or any(_puts_together(each) for each in schema.values())
+    return isinstance(schema, list) and any(_puts_together(each) for each in schema)
 
 
 class SchemaConstraint:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vkback.api.reasoning import Marks, ReplyReader
 from vkback.api.tools.call import Tool
 from vkback.api.tools.format import Format, Spelling, takes_text
-from vkback.engine.constraint import SPACE, ConstraintError, JsonGrammar, SchemaConstraint
+from vkback.engine.constraint import SPACE, ConstraintError, JsonGrammar, SchemaConstraint, closed
 
 ANY_TEXT = "/(.|\\n)*/"
 GAP = "/[ \\n]{0,4}/"
@@ -37,7 +37,7 @@ def calls_grammar(
     lines = _rules(spelling, tools, openings, make, again=parallel and not marks.channels)
     what = "calls"
     if schema is not None:
-        lines.append(f"json: %json {_with_space(json.loads(schema))}")
+        lines.append(f"json: %json {_with_space(closed(json.loads(schema)))}")
         what = "(calls | json)"
     start = what
     if marks.channels:
@@ -104,6 +104,8 @@ def _rules(spelling: Spelling, tools: Sequence[Tool], openings: Sequence[str | N
 def _arguments(rule: str, tool: Tool, spelling: Spelling, make: JsonGrammar) -> list[str]:
     schema: Mapping[str, Any] = closed(tool.parameters)
     if not make.knows(schema):
+        schema = tool.parameters
+    if not make.knows(schema):
         if tool.strict:
             make.constraint(schema)  # raises what is wrong with it
         schema = ANY_OBJECT
@@ -125,28 +127,6 @@ def _arguments(rule: str, tool: Tool, spelling: Spelling, make: JsonGrammar) -> 
             inner = {**own, "$defs": schema.get("$defs", {})} if isinstance(own, Mapping) else own
             lines += [f"{part}_value: {part}_json {end}", f"{part}_json: %json {_with_space(inner)}"]
     return [f"{rule}: {' '.join(parts) or make.spelled('')}", *lines]
-
-
-def closed(schema: Any) -> Any:
-    """A schema in which objects have the properties that it names and no others, unless it says that they may: of functions there are no
-    more arguments than they have parameters, and small models would go on and on."""
-    if isinstance(schema, list):
-        return [closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: {name: closed(each) for name, each in own.items()} if _names(key, own) else own for key, own in schema.items()}
-    for key in ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties"):
-        if key in found:
-            found[key] = closed(found[key])
-    open_ = any(
-        key in found for key in ("additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "$ref")
-    )
-    return found if open_ or "properties" not in found else found | {"additionalProperties": False}
-
-
-def _names(key: str, own: Any) -> bool:
-    """Whether the values of a keyword are schemas by names."""
-    return key in ("properties", "$defs", "definitions") and isinstance(own, Mapping)
 
 
 def _with_space(schema: Any) -> str:
