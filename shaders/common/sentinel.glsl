@@ -11,7 +11,9 @@
 //   bool arrived(words)         none of the words is SENTINEL
 //   not_sentinel(v)             v (float or vec4), with -0 in place of the one float whose bits are SENTINEL, -1.18e-38
 //
-// Polled buffers are declared SYNC_INPUT (coherent, volatile), so that every read goes to memory. Some stores need no not_sentinel(), since
+// Polled buffers are declared SYNC_INPUT (coherent, volatile), so that every read goes to memory. They are not declared readonly: newer
+// compilers would mark the variable NonWritable, and a driver may then read it through a cache that stores of other workgroups do not reach
+// (H200, driver 580: the spin-wait timed out). Some stores need no not_sentinel(), since
 // their values are never SENTINEL: Q8_1 (int8 are at least -127, d is not negative, sums are at most 2032 in size), ids and experts' weights
 // (not negative). Data that was complete before the stores a kernel has seen may be read without spinning (rules in vkback/plan/sync.py).
 //
@@ -42,7 +44,7 @@ vec4 not_sentinel(vec4 v) { return mix(v, vec4(-0.0), equal(floatBitsToUint(v), 
 #endif
 
 #if SPINS
-#define SYNC_INPUT coherent volatile readonly
+#define SYNC_INPUT coherent volatile
 
 layout(std430, set = 0, binding = BIND_SYNC_STATE) coherent volatile buffer SyncState { uint spin_timeout; };
 

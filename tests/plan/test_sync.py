@@ -27,7 +27,7 @@ from vkback.ops.dispatch import Arg, Dispatch, SpinWaits
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.linear_cases import fused_case
 from vkback.ops.storage import nbytes
-from vkback.paths import builtin_model
+from vkback.paths import builtin_model, shader_root
 from vkback.plan.cost.forecast import Costs, Wait, predicted_us, waits
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
@@ -523,3 +523,16 @@ def test_the_number_that_is_the_sentinel_is_stored_as_zero(
         outputs = bench.run(dataclasses.replace(prepared, schedule=changed))
     (y,) = outputs.values()
     assert set(y.view(np.uint32).ravel().tolist()) == {stored}
+
+
+def test_polled_buffers_are_not_readonly() -> None:
+    """glslang of 2026 marks a readonly buffer's variable NonWritable, and NVIDIA's driver then reads it through a cache that stores of
+    other workgroups do not reach: every spin-wait times out."""
+    seen = 0
+    for path in sorted(shader_root().rglob("*.[cg]*")):
+        for line in path.read_text().splitlines():
+            code = line.split("//")[0]
+            polled = "volatile" in code or ("SYNC_INPUT" in code and not code.startswith("#define"))
+            seen += polled
+            assert not (polled and "readonly" in code), f"{path.name}: {line}"
+    assert seen
