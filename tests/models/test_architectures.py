@@ -70,7 +70,7 @@ EXPERTS = DENSE.replace("ffn_swiglu-1", "ffn_moe_logits-1 | ffn_moe_swiglu-1 | f
 GPT2 = "Qcur_bias-1.heads.qkv | kqv_out-1 | ffn_inp-1 | ffn_gelu-1 | l_out-1"
 GEMMA3 = "Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
 """Norms behind products and what is added to them are in the prologues of the next products."""
-GEMMA4 = "Qcur-1 Kcur-1 Vcur-1 | Vcur_normed-1 | Qcur_rope-1 | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1 | ffn_residual-1 | l_out-1"
+GEMMA4 = "Qcur-1 Kcur-1 Vcur-1 | Vcur_normed-1 | Qcur_rope-1 | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
 GPT_OSS = "Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_moe_logits_bias-1 | ffn_moe_swiglu_oai-1 | ffn_moe_swiglu_oai-1.q8_1 | l_out-1"
 """As many as of any other model with experts: biases, sinks, window and clamp cost no stage, and no buffer but their own."""
 DEEPSEEK2 = (
@@ -147,17 +147,17 @@ TOKENS = [
         barriers=6,
         layer=GEMMA3.replace("Qcur_rope-1.qkv Qcur_rope-1.qkv", "Qcur_rope-1.qkv"),
     ),
-    # The norm of V is a stage of its own, and so is the scale of a layer's output, of which every other norm is in a prologue.
-    Token("gemma4-31b-Q8_0:6", "", 1 + 9 * 6 + 2 + 3, "GET_ROWS", 36, GEMMA4, {"QKV_ROPE_SET_ROWS": 6, "RMS_NORM": 6}),
+    # The norm of V is a stage of its own; the scale of a layer's output is in the norms.
+    Token("gemma4-31b-Q8_0:6", "", 1 + 7 * 6 + 2 + 3, "GET_ROWS", 18, GEMMA4, {"QKV_ROPE_SET_ROWS": 6, "RMS_NORM": 6}),
     Token(
         "gemma4-26b-a4b-Q8_0:6",
         "",
-        1 + 14 * 6 + 2 + 3,
+        1 + 12 * 6 + 2 + 3,
         "GET_ROWS",
-        72,
+        60,
         GEMMA4.partition("ffn_geglu")[0]
         + "ffn_geglu-1 ffn_moe_logits-1 | ffn_out-1 ffn_moe_weights-1 | ffn_moe_gate_up-1 ffn_moe_scales-1"
-        + " | ffn_moe_geglu-1 ffn_moe_weights_scaled-1 | ffn_moe_out-1 | ffn_moe-1 | ffn_moe_combined-1 | ffn_residual-1 | l_out-1",
+        + " | ffn_moe_geglu-1 ffn_moe_weights_scaled-1 | ffn_moe_out-1 | ffn_moe-1 | ffn_moe_combined-1",
     ),
     # 31 of 80 layers have no attention.
     Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),

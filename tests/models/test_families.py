@@ -24,6 +24,7 @@ from vkback.gguf.file import GgufFile, GgufTensor
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Node
 from vkback.models import Model
+from vkback.models.architectures.gemma4 import scales_so_far
 from vkback.models.delta_net import recurrent_layers
 from vkback.models.synth import outline
 from vkback.models.temperature import TEMPERATURE, TEMPERATURES
@@ -229,7 +230,20 @@ def test_gemma4_has_two_kinds_of_layers(tiny: Tiny) -> None:
     unscaled = nodes_of(
         changed(path, metadata={"attention.scale": None}, without=[f"blk.{il}.layer_output_scale.weight" for il in range(6)])
     )
-    assert unscaled["kqv_out-0"].params["scale"] == 1.0 and "l_out-0" not in unscaled
+    assert unscaled["kqv_out-0"].params["scale"] == 1.0 and unscaled["attn_rms-1"].params["eps"] == pytest.approx(1e-6)
+
+
+def test_scales_of_gemma4_s_layers_are_in_the_norms(tiny: Tiny) -> None:
+    path = tiny("tiny-gemma4")
+    model, nodes = Model.open(path), nodes_of(path)
+    own = [float(model.file.tensors[f"blk.{il}.layer_output_scale.weight"].data.view(np.float32)[0, 0]) for il in range(6)]
+    recipe = model.hp.weights["blk.3.post_ffw_norm.weight"].recipe
+    assert recipe is not None and recipe.scale == pytest.approx(1 / (own[0] * own[1] * own[2]))
+    assert nodes["ffn_rms-3"].params["eps"] == pytest.approx(1e-6 * recipe.scale**2)
+    assert nodes["result_rms"].params["eps"] == pytest.approx(1e-6 / np.prod(own) ** 2)
+    assert not any(n.op == "SCALE" and n.name.startswith("out") for n in nodes.values())
+    so_far, rescaled = scales_so_far([0.001, 0.001, 0.001, 2.0])
+    assert so_far == [1.0, 0.001, 0.001**2, 1.0, 2.0] and rescaled == [1.0, 1.0, 0.001**3, 1.0]
 
 
 def test_gemma4_s_last_layers_attend_to_rows_that_others_stored(tiny: Tiny) -> None:

@@ -33,10 +33,10 @@ class Norm(Protocol):
     def __call__(self, b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor: ...
 
 
-def rms_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str) -> Tensor:
-    """RMS norm times `stem`.weight."""
+def rms_norm(b: GraphBuilder, x: Tensor, stem: str, name: str, *, plain: str, eps: float = 0.0) -> Tensor:
+    """RMS norm times `stem`.weight. eps: 0: hp's."""
     w = b.hp.weight(f"{stem}.weight", x.shape[-1:])
-    y = b.graph.emit("RMS_NORM", plain, "F32", x.shape, (x,), eps=b.hp.rms_eps)
+    y = b.graph.emit("RMS_NORM", plain, "F32", x.shape, (x,), eps=eps or b.hp.rms_eps)
     return b.graph.emit("MUL", name, "F32", x.shape, (y, w))
 
 

@@ -3,7 +3,8 @@
 As gemma3, with norm weights as they are and an attention scale of 1. Layers with a sliding window have heads and a RoPE of their own; those
 that see all tokens may make V from the product that makes K, and RoPE does not turn most of their pairs (divisors of 1e30). V is
 RMS-normed without a weight. The last `attention.shared_kv_layers` layers have no K and V and attend to those of the last layer of their
-kind before them. The output of a layer may have a scale.
+kind before them. The output of a layer may have a scale; where there are no per-layer embeddings it costs no stage, since the graph's
+stream is the published one divided by the scales so far (`scales_so_far`).
 
 Mixture of experts: beside the dense feed-forward, on norms of their own; the router reads the same sum, normed without a weight, times
 `ffn_gate_inp.scale` / sqrt(n_embd), and an expert's part has a scale (`ffn_down_exps.scale`).
@@ -15,14 +16,17 @@ with GELU of a product of the stream, times that vector, back to the stream's wi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from vkback.gguf.file import GgufFile
+import numpy as np
+
+from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import Heads, HParams, Rope
 from vkback.graph import Recipe, Tensor
 from vkback.models.architecture import Architecture, register
-from vkback.models.blocks import Glu, attention, attention_norm, experts, feed_forward, feed_forward_norm, rms_norm, with_scales_by_expert
+from vkback.models.blocks import Glu, attention, experts, feed_forward, rms_norm, with_scales_by_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import LayerShape, ModelShape, Tensors
@@ -32,6 +36,11 @@ PATTERN, SHARED, PER_LAYER = "attention.sliding_window_pattern", "attention.shar
 LOCAL_BASE = 10000.0
 """RoPE base of layers with a window, unless `rope.freq_base_swa` says otherwise."""
 GEGLU = Glu("GEGLU")
+OUTPUT_SCALE = "layer_output_scale.weight"
+SMALLEST = 1e-6
+"""Scale of a layer's output, at least, and one divided by the largest."""
+FARTHEST = 2.0**20
+"""What the graph's stream may be of the published one: squares of it are to be floats."""
 PLE = "inp_per_layer"
 """The vectors of all layers, F32 [n, n_layer, width]."""
 
@@ -233,7 +242,11 @@ class Gemma4(Architecture):
         super().__init__(f)
         m = self.metadata
         self.n_per_layer = m.count(PER_LAYER, 0, least=0)
-        self.hp = hp = scaled(replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0)))
+        own = [1.0] * self.hp.n_layer if self.n_per_layer else output_scales(f, self.hp.n_layer)
+        self.so_far, self.rescaled = scales_so_far(own)
+        self.hp = hp = scaled(replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0)), self.so_far)
+        if not self.n_per_layer:
+            self.unused_tensors |= {name for name in f.tensors if name.endswith(OUTPUT_SCALE)}
         self.n_ff = m.of_layers("feed_forward_length", hp.n_layer)
         n_kv = m.of_layers("attention.head_count_kv", hp.n_layer)
         for il, n in enumerate(n_kv):
@@ -283,31 +296,42 @@ class Gemma4(Architecture):
         b.graph.emit("ADD", PLE, "F32", shape, (made, b.view(own, shape)))
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        kind = self.kinds[il]
-        y = attention_norm(b, x, il)
+        kind, eps = self.kinds[il], self.eps(il)
+        y = rms_norm(b, x, f"blk.{il}.attn_norm", f"attn_norm-{il}", plain=f"attn_rms-{il}", eps=eps)
         y = attention(b, y, il, rope=kind.rope, heads=kind.heads, qk_norm=rms_norm, v_norm=True, window=kind.window, kv_of=kind.source)
         y, x = b.last_token(y, il, "attn_out_last"), b.last_token(x, il, "attn_inp_last")
         y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
         x = b.add(y, x, f"sa_out-{il}")
-        y = feed_forward(b, feed_forward_norm(b, x, il), il, width=self.n_ff[il], glu=GEGLU)
+        y = rms_norm(b, x, f"blk.{il}.ffn_norm", f"ffn_norm-{il}", plain=f"ffn_rms-{il}", eps=eps)
+        y = feed_forward(b, y, il, width=self.n_ff[il], glu=GEGLU)
         if self.hp.has_weight(f"blk.{il}.ffn_gate_inp.weight"):
             y = self.with_experts(b, x, y, il)
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
-        x = b.add(y, x, f"ffn_residual-{il}")
-        if self.n_per_layer:
-            x = self.with_per_layer(b, x, il)
-        scale = f"blk.{il}.layer_output_scale.weight"
+        if not self.n_per_layer:
+            x = b.add(y, x, f"l_out-{il}")
+            if self.rescaled[il] == 1.0:
+                return x
+            return b.graph.emit("SCALE", f"out_scaled-{il}", "F32", x.shape, (x,), scale=self.rescaled[il], bias=0.0)
+        x = self.with_per_layer(b, b.add(y, x, f"ffn_residual-{il}"), il)
+        scale = f"blk.{il}.{OUTPUT_SCALE}"
         if not self.hp.has_weight(scale):
             return x
         return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(scale, (1,))))
 
+    def eps(self, il: int) -> float:
+        """Of norms of the stream that goes into layer `il`."""
+        return self.hp.rms_eps / (self.so_far[il] * self.so_far[il])
+
+    def output(self, b: GraphBuilder, x: Tensor) -> Tensor:
+        return b.logits(rms_norm(b, x, "output_norm", "result_norm", plain="result_rms", eps=self.eps(self.hp.n_layer)))
+
     def with_experts(self, b: GraphBuilder, x: Tensor, dense: Tensor, il: int) -> Tensor:
         """What the dense feed-forward made of x, and what the experts make of it, each normed."""
         dense = rms_norm(b, dense, f"blk.{il}.post_ffw_norm_1", f"ffn_mlp-{il}", plain=f"ffn_mlp_rms-{il}")
-        route = b.graph.emit("RMS_NORM", f"ffn_route_rms-{il}", "F32", x.shape, (x,), eps=self.hp.rms_eps)
+        route = b.graph.emit("RMS_NORM", f"ffn_route_rms-{il}", "F32", x.shape, (x,), eps=self.eps(il))
         scale = self.hp.weight(f"blk.{il}.ffn_gate_inp.scale", (self.hp.n_embd,))
         route = b.graph.emit("MUL", f"ffn_route_norm-{il}", "F32", x.shape, (route, scale))
-        y = rms_norm(b, x, f"blk.{il}.pre_ffw_norm_2", f"ffn_norm_2-{il}", plain=f"ffn_rms_2-{il}")
+        y = rms_norm(b, x, f"blk.{il}.pre_ffw_norm_2", f"ffn_norm_2-{il}", plain=f"ffn_rms_2-{il}", eps=self.eps(il))
         y = experts(b, y, il, glu=GEGLU, route=route)
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm_2", f"ffn_moe-{il}", plain=f"ffn_moe_rms-{il}")
         return b.add(dense, y, f"ffn_moe_combined-{il}")
@@ -370,9 +394,46 @@ class Gemma4(Architecture):
             yield "post_norm.weight", (s.n_embd,)
 
 
-def scaled(hp: HParams) -> HParams:
-    """Hyperparameters with the constant scales of routers and per-layer embeddings in weights of one axis."""
+def scales_so_far(own: Sequence[float]) -> tuple[list[float], list[float]]:
+    """What the published stream into each layer, and behind the last, is of the graph's: the product of the output scales of the layers
+    before; and by what a layer multiplies its output, 1 but where that product would go beyond FARTHEST: it begins with 1 again there."""
+    so_far, rescaled = [1.0], []
+    for value in own:
+        product = so_far[-1] * value
+        far = not 1.0 / FARTHEST <= product <= FARTHEST
+        rescaled.append(product if far else 1.0)
+        so_far.append(1.0 if far else product)
+    return so_far, rescaled
+
+
+def output_scales(f: GgufFile, n_layer: int) -> list[float]:
+    """Of each layer. A file without data (`outline`) has zeros for them, which count as 1."""
+    own = [output_scale(f, il) for il in range(n_layer)]
+    if not any(own):
+        own = [1.0] * n_layer
+    for il, value in enumerate(own):
+        if not SMALLEST <= value <= 1.0 / SMALLEST:
+            expected = f"a number from {SMALLEST:g} to {1.0 / SMALLEST:g}"
+            raise GgufError(f"[gguf] {f.path}: tensor blk.{il}.{OUTPUT_SCALE} holds {value:g}, expected {expected}")
+    return own
+
+
+def output_scale(f: GgufFile, il: int) -> float:
+    """The scale of a layer's output, 1 where the file has none."""
+    t = f.tensors.get(f"blk.{il}.{OUTPUT_SCALE}")
+    if t is None:
+        return 1.0
+    if (t.type, t.shape) != ("F32", (1,)):
+        raise GgufError(f"[gguf] {f.path}: tensor {t.name} is {t.type} {list(t.shape)}, expected F32 [1]")
+    return float(np.ascontiguousarray(t.data).view(np.float32)[0, 0])
+
+
+def scaled(hp: HParams, so_far: Sequence[float]) -> HParams:
+    """Hyperparameters with constant scales in weights of one axis: those of routers and per-layer embeddings, and what the stream is
+    divided by in the norms of what is added to it."""
     scales = {f"blk.{il}.ffn_gate_inp.scale": 1.0 / math.sqrt(hp.n_embd) for il in range(hp.n_layer)}
+    for il, whole in enumerate(so_far[:-1]):
+        scales |= {f"blk.{il}.{norm}.weight": 1.0 / whole for norm in ("post_attention_norm", "post_ffw_norm") if whole != 1.0}
     scales["per_layer_proj_norm.weight"] = math.sqrt(0.5)
     made = {name: replace(hp.weights[name], recipe=Recipe("plain", (name,), scale)) for name, scale in scales.items() if name in hp.weights}
     return replace(hp, weights={**hp.weights, **made})
