@@ -140,6 +140,8 @@ def training(cls: type[Architecture]) -> str:
     shape = next((shape for shape in cls.shapes if shape.startswith(TINY)), None)
     if shape is None:
         return "not known"
+    if not cls.causal:
+        return "no (it makes vectors of texts)"
     try:
         training_graph(Model.of(outline(f"{shape}-F32")).graph(4, 4, head="all"))
     except PlanError as e:
