@@ -16,11 +16,14 @@ from test_server import GREEDY, MESSAGES, MODEL, PROMPT, Served
 
 import vkback
 from vkback.device import Device, DeviceLost
-from vkback.engine.engine import EngineError
+from vkback.engine.batch.caches import PagedCaches
+from vkback.engine.engine import Engine, EngineError
 from vkback.ops.sampling.sample import noise
+from vkback.paths import builtin_model
 from vkback.server.app import Limits
 from vkback.server.errors import ServerError, Unavailable
 from vkback.server.queued import QueuedRequest
+from vkback.server.worker import Worker, sequences_of
 
 MARGIN = 2e-3
 """Of the logits' deviation: steps of more columns add in another order (tests/models/test_api_batch.py)."""
@@ -283,3 +286,36 @@ def test_metrics_of_what_runs_at_once(served: Served) -> None:
     assert told["vkback_time_to_first_token_seconds_count"] >= finished > 0
     assert told["vkback_inter_token_latency_seconds_count"] > 0
     assert told["vkback_generated_tokens_total"] == served.worker.counts.generated_tokens
+
+
+@pytest.mark.vulkan
+def test_as_many_requests_at_once_as_memory_allows(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default up to a limit, of a share of rows each; as asked, or an error that says how many fit."""
+    with Engine.load(builtin_model("demo-dense"), device, n_ctx=4096) as engine:
+        assert sequences_of(engine, None, 64, None) == (64, None)
+        assert sequences_of(engine, 3, 64, 500) == (3, 3 * 512)
+        page = sum(PagedCaches.page_bytes(engine, 64))
+        monkeypatch.setattr(engine.device, "free_memory", lambda: 2 * 100 * page)
+        assert sequences_of(engine, None, 64, None) == (100 // 16, None)
+        assert sequences_of(engine, None, 64, 640) == (10, 6400) and sequences_of(engine, 20, 64, None) == (20, None)
+        with pytest.raises(EngineError, match=r"11 requests of 640 rows take 110 pages of the KV cache, memory has room for 100; expected"):
+            sequences_of(engine, 11, 64, 640)
+
+
+@pytest.mark.vulkan
+def test_rows_of_each_request_are_those_asked_for(device: Device) -> None:
+    def load() -> vkback.LoadedModel:
+        return vkback.LoadedModel(Engine.load(builtin_model("demo-dense"), device, n_ctx=128))
+
+    worker = Worker(load, parallel=None, ctx_per_sequence=64)
+    try:
+        assert worker.parallel == 8 and worker.batch is not None and worker.batch.pool.n_pages == 8
+        ends: list[Any] = []
+        request = QueuedRequest("She said", False, {"max_tokens": 2}, "a", time.monotonic() + 60, ends.append)
+        worker.submit(request)
+        while not any(isinstance(end, vkback.Result | ServerError) for end in ends):
+            time.sleep(0.005)
+        result: Any = ends[-1]
+        assert result.finish_reason == "length"
+    finally:
+        worker.close()

@@ -16,7 +16,7 @@ RULES = ("Keep", "Bring", "Copy", "prefix", "brought in part", "prefilled", "pre
 MORE_RULES = ("several prefilled at once", "prefix of pinned pieces", "a wider program than the next")
 
 
-@pytest.mark.parametrize("thousand", range(10))
+@pytest.mark.parametrize("thousand", [*range(3), *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 10))])
 def test_random_schedules(thousand: int) -> None:
     seen: Counter[str] = Counter()
     for number in range(thousand * 1000, thousand * 1000 + 1000):

@@ -65,7 +65,17 @@ def serve(
     ] = None,
     parallel: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="Requests that run at once, at most [default: 8 on CPU drivers and with --exact, else 32]."),
+        typer.Option(
+            min=1, max=64, help="Requests at once, at most [default: as memory allows, up to 64, on CPU drivers and with --exact 8]."
+        ),
+    ] = None,
+    ctx_per_sequence: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that the KV cache holds for each of these; one may take more, up to --ctx, while others take fewer "
+            "[default: half of the free memory, for all]",
+        ),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 32,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
@@ -96,6 +106,8 @@ def serve(
     for option, given in (("--api-key", api_key), ("--alias", alias)):
         if given is not None and not given:
             raise UsageError(f"{option} is empty; give one, or leave it out")
+    if ctx_per_sequence is not None and parallel == 1:
+        raise UsageError("--ctx-per-sequence is for several requests at once, --parallel is 1; give a larger one, or --ctx alone")
     check_address(host, port)
     chosen, variables = template_text(template), template_variables(template_kwargs)
     path = model_path(model)
@@ -111,7 +123,14 @@ def serve(
         lora=adapters,
         progress=bars(),
     )
-    worker = Worker(lambda: load_model(path, device, how), parallel=parallel, max_queue=max_queue, reuse=reuse, alias=alias)
+    worker = Worker(
+        lambda: load_model(path, device, how),
+        parallel=parallel,
+        max_queue=max_queue,
+        reuse=reuse,
+        alias=alias,
+        ctx_per_sequence=ctx_per_sequence,
+    )
     try:
         if (wrong := worker.chat_problem(chosen)) and template is not None:
             raise UsageError(f"--chat-template {template}: {wrong}")

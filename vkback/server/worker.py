@@ -23,8 +23,10 @@ from vkback.api.options import Options
 from vkback.api.vectors import Vectors
 from vkback.device import DeviceError, DeviceLost
 from vkback.device import Timeout as DeviceTimeout
-from vkback.engine.batch.batch import Batch
+from vkback.engine.batch.batch import PAGE, Batch, pages_that_fit
+from vkback.engine.batch.steps import CLASSES
 from vkback.engine.constraint import ConstraintError
+from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler
 from vkback.errors import VkbackError
 from vkback.gguf.vocabularies import TokenizerError
@@ -34,9 +36,12 @@ from vkback.server.queued import Called, QueuedRequest, asked_of, require_time
 
 log = logging.getLogger("vkback.server")
 
-PARALLEL, CPU_PARALLEL = 32, 8
-"""Requests that run at once unless somebody says how many; on a CPU driver more take as much longer, and with pinned steps one takes as
-long as all."""
+PARALLEL, CPU_PARALLEL = CLASSES[-1], 8
+"""Requests that run at once, at most, unless somebody says how many; on a CPU driver more take as much longer, and with pinned steps one
+takes as long as all."""
+
+CTX_PER_SEQUENCE = 1024
+"""So many rows of the KV cache there are for each of them, or the context where it has fewer, unless somebody says how many."""
 
 NO_TEXT = "[server] this model makes vectors of texts and no text; expected a request for /v1/embeddings or /v1/rerank"
 
@@ -75,9 +80,12 @@ class Worker:
         max_queue: int = 32,
         reuse: bool = True,
         alias: str | None = None,
+        ctx_per_sequence: int | None = None,
     ) -> None:
-        """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: 8 on CPU drivers
-        and with exact="requests", else 32. reuse: keep what a prompt shares with those before. alias: what clients may call the
+        """load: opens the model, now and after the device was lost. parallel: requests that run at once, at most; None: as many as there
+        is memory for, up to 8 on CPU drivers and with exact="requests", else 64. ctx_per_sequence: rows of the KV cache for each of them,
+        of which one may take more while others take fewer; None: as many as there is memory for. Raises EngineError where they do not
+        fit. reuse: keep what a prompt shares with those before. alias: what clients may call the
         model beside its file's name; replies give it, too."""
         self._load, self._max_queue, self.reuse = load, max_queue, reuse
         self._model: LoadedModel | None = load()
@@ -86,7 +94,10 @@ class Worker:
         engine = self._model.engine
         few = engine.device.caps.software or engine.pinned
         self.makes_text = engine.model.architecture.causal
-        self.parallel = (parallel or (CPU_PARALLEL if few else PARALLEL)) if self.makes_text else 1
+        self.parallel = parallel or 1 if self.makes_text else 1
+        self._rows: int | None = None
+        if self.makes_text and parallel != 1:
+            self.parallel, self._rows = sequences_of(engine, parallel, CPU_PARALLEL if few else PARALLEL, ctx_per_sequence)
         if engine.pinned and self.parallel == 1:
             self.reuse = False  # it may be rows that steps made, which a request alone reads
         file_name = self._model.name.removesuffix(".gguf")
@@ -219,7 +230,7 @@ class Worker:
 
     def texts(self) -> BatchedTexts:
         self.gave_sign()
-        return self.model.batched(self.parallel, reuse=self.reuse)
+        return self.model.batched(self.parallel, rows=self._rows, reuse=self.reuse)
 
     def add(self, request: QueuedRequest, texts: BatchedTexts) -> BatchText | None:
         if request.cancelled.is_set():
@@ -393,7 +404,7 @@ class Worker:
         if self._model is None or self.parallel == 1:
             return
         with self._model.using("serve"):
-            batch = self._model.batched(self.parallel, reuse=self.reuse).batch
+            batch = self._model.batched(self.parallel, rows=self._rows, reuse=self.reuse).batch
             if not self._model.engine.device.caps.software:
                 batch.prepare_prompts()
                 for sampler in (Sampler(), Options().sampler):
@@ -413,6 +424,21 @@ class Worker:
             log.error("the device could not be opened again: %s", e, exc_info=not isinstance(e, VkbackError))
             return
         self.state = "idle"
+
+
+def sequences_of(engine: Engine, parallel: int | None, most: int, ctx_per_sequence: int | None) -> tuple[int, int | None]:
+    """How many requests run at once, and rows of the KV cache for all of them, None for as many as there is memory for. parallel, most: as
+    many as were asked for, or at most. Raises EngineError where so many rows do not fit."""
+    rows = ctx_per_sequence or min(engine.n_ctx, CTX_PER_SEQUENCE)
+    pages = -(-rows // PAGE)
+    fit = pages_that_fit(engine, (parallel or most) * pages)
+    found = parallel or max(1, fit // pages)
+    if ctx_per_sequence is not None and found * pages > fit:
+        raise EngineError(
+            f"[server] {found} requests of {ctx_per_sequence} rows take {found * pages} pages of the KV cache, memory has room for {fit}; "
+            "expected fewer: give a smaller --ctx-per-sequence or --parallel, or a smaller type of cache"
+        )
+    return found, found * pages * PAGE if ctx_per_sequence is not None else None
 
 
 def as_server_error(error: Exception, request: QueuedRequest) -> ServerError:

@@ -156,6 +156,21 @@ class Counters:
     seconds: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "prompts": 0.0})
 
 
+def pages_that_fit(engine: Engine, wanted: int, page: int = PAGE) -> int:
+    """As many of the wanted pages as half of the free memory holds, and as one buffer can be bound of a cache. Raises EngineError where
+    these are not two."""
+    sizes, free = PagedCaches.page_bytes(engine, page), engine.device.free_memory()
+    if not sizes:  # recurrent states alone
+        return wanted
+    fit = min(int(free * MEMORY_SHARE) // sum(sizes), engine.ctx.caps.max_storage_buffer_range // max(sizes))
+    if fit < 2:
+        raise EngineError(
+            f"[batch] {free} bytes are free, pages of {page} rows take {sum(sizes)} bytes each; expected two; "
+            "load with a smaller context (--ctx)"
+        )
+    return min(wanted, fit)
+
+
 class Batch:
     """Use as a context manager, or `close` it. Not for several threads at once."""
 
@@ -204,7 +219,7 @@ class Batch:
         max_pages = -(-self.max_rows // page)
         if engine.n_ctx % page:
             engine.resize(-(-engine.n_ctx // page) * page)
-        n_pages = -(-rows // page) if rows else self._pages_that_fit(sequences * max_pages, page)
+        n_pages = -(-rows // page) if rows else pages_that_fit(engine, sequences * max_pages, page)
         self.paging = Paging(page, n_pages, sequences, max_pages)
         self.pool = PagePool(n_pages, page)
         self.prefixes = PrefixCache(self.pool)
@@ -242,19 +257,6 @@ class Batch:
         self._last_done = 0.0
         self._solo: Solo | None = None
         engine.reset()
-
-    def _pages_that_fit(self, wanted: int, page: int) -> int:
-        """As many of the wanted pages as half of the free memory holds, and as one buffer can be bound of a cache."""
-        sizes = PagedCaches.page_bytes(self.engine, page)
-        if not sizes:  # recurrent states alone
-            return wanted
-        fit = min(int(self.device.free_memory() * MEMORY_SHARE) // sum(sizes), self.engine.ctx.caps.max_storage_buffer_range // max(sizes))
-        if fit < 2:
-            raise EngineError(
-                f"[batch] {self.device.free_memory()} bytes are free, pages of {page} rows take {sum(sizes)} bytes each; expected two; "
-                "load with a smaller context (--ctx)"
-            )
-        return min(wanted, fit)
 
     def __enter__(self) -> Batch:
         return self
