@@ -19,13 +19,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vkback.api.model import CPU_SEQUENCES
 from vkback.device import Capabilities
 from vkback.device.capabilities import profile_ids
+from vkback.engine.batch.batch import PAGE, SEQUENCES
+from vkback.engine.batch.caches import COPY_KINDS, cache_tensors, copy_graph
+from vkback.engine.batch.state import edit_graph
+from vkback.engine.batch.steps import CLASSES, Kind, step_graph
 from vkback.engine.prompts import default_ubatch, program_sizes, with_barriers
 from vkback.engine.sampler import add_sampler
 from vkback.engine.weight_stream import REPACK
 from vkback.errors import VkbackError
 from vkback.models import Model
+from vkback.models.builder import F16_CACHE, Paging
 from vkback.models.synth import outline
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention import train as attention_train
@@ -73,8 +79,8 @@ def matrix_variants() -> list[Variant]:
 
 
 def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:
-    """Ordinary kernels that MODELS take on recorded devices: the load, decode with and without a sampler, every program of a prompt, and
-    the probes of vkbench."""
+    """Ordinary kernels that MODELS take on recorded devices: the load, decode with and without a sampler, every program of a prompt, steps
+    of a batch and its copies, and the probes of vkbench."""
     apart = {(v.source, v.defines) for v in matrix_variants()}
     found = dict.fromkeys([REPACK, *read_variants(), *dot_variants()])
     for model in _models():
@@ -101,6 +107,24 @@ def _schedules(model: Model, ctx: LowerContext) -> Iterator[Schedule]:
             add_sampler(graph, greedy=kind == "greedy")
         with suppress(PlanError):
             yield plan(graph, context, fusion="all")
+    yield from _batch_schedules(model, ctx)
+
+
+def _batch_schedules(model: Model, ctx: LowerContext) -> Iterator[Schedule]:
+    """Those of a batch: every class of step that there is by default, greedy and sampled; copies of pages, and edits."""
+    max_pages = -(-model.default_n_ctx // PAGE)
+    paging = Paging(PAGE, SEQUENCES * max_pages, SEQUENCES, max_pages)
+    recurrent = with_barriers(ctx, "recurrent states") if model.architecture.recurrent else ctx
+    graphs = [edit_graph(1)]
+    for columns in CLASSES:
+        if columns <= (CPU_SEQUENCES if ctx.caps.software else SEQUENCES):
+            # Kernels that sample are the same for any number of columns.
+            graphs += [step_graph(model, F16_CACHE, columns, Kind(greedy=greedy), paging) for greedy in (True, False)[: 1 + (columns == 1)]]
+    if caches := cache_tensors(graphs[1]):
+        graphs += [copy_graph(kind, caches, PAGE * max_pages, PAGE) for kind in COPY_KINDS]
+    for graph in graphs:
+        with suppress(PlanError):
+            yield plan(graph, recurrent, fusion="all")
 
 
 def stale_ordinary(shaders: Path) -> dict[Variant, str]:

@@ -132,6 +132,14 @@ def test_building_needs_a_compiler(root: Path, without_compiler: None) -> None:
         prebuilt.build_ordinary(root, [ONE])
 
 
+def test_kernels_of_a_batch_are_planned() -> None:
+    """Attention over pages of every class, sampling of columns, copies of pages, edits of the state."""
+    found = prebuilt.planned_variants(["llvmpipe_mesa_22_debian12"])
+    paged = {v.source for v in found if {"PAGE", "COLUMNS"} & dict(v.defines).keys()}
+    assert paged >= {"attention/decode/attention.comp", "sample/draw.comp"}
+    assert {v.source for v in found} >= {"copy/pages.comp", "copy/write_words.comp"}
+
+
 def test_archives_stay_small() -> None:
     sizes = [f.stat().st_size for f in (shader_root() / "prebuilt" / "ordinary").iterdir()]
     assert 0 < sum(sizes) < 10e6

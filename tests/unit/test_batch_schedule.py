@@ -476,3 +476,85 @@ def test_without_reuse_no_text_begins_with_the_pages_of_another() -> None:
     batch.report()
     batch.log()
     assert again.reason == "length" and batch.pool.free == batch.pool.n_pages
+
+
+def prefilled(actions: list[Action]) -> list[list[tuple[int, int, int]]]:
+    """Of each step the texts, with how many tokens each gives and makes."""
+    return [[(c.text.id, c.tokens, c.steps) for c in a.columns] for a in actions if isinstance(a, Step)]
+
+
+def test_the_fastest_program_that_has_the_columns_is_taken() -> None:
+    scheduler = Batch(classes=(1, 2, 4, 8)).scheduler
+    assert [scheduler.width(n) for n in (1, 2, 3, 5, 8)] == [1, 2, 4, 8, 8], "without times the smallest"
+    for width, seconds in ((4, 0.003), (8, 0.002)):
+        scheduler.probed(width, seconds)
+    assert [scheduler.width(n) for n in (1, 2, 3, 5)] == [1, 2, 8, 8], "where all that fit are known"
+    scheduler.probed(2, 0.001)
+    scheduler.probed(1, 0.0015)
+    assert [scheduler.width(n) for n in (1, 2, 3, 5)] == [2, 2, 8, 8]
+
+
+def test_short_prompts_take_the_columns_that_steps_have_left() -> None:
+    batch = Batch(prefill=8, classes=(1, 2, 4, 8), prompt_share=0.01)
+    for width in (1, 2, 4, 8):
+        batch.scheduler.probed(width, 0.001 * width)
+    batch.step_until(batch.add(1, 1), 2)
+    batch.step_until(batch.add(2, 1), 1)
+    batch.step_until(batch.add(3, 1), 1)
+    batch.add(4, 6, max_tokens=2)
+    actions: list[Action] = []
+    while not batch.scheduler.texts[4].made:
+        actions.append(batch.next())
+        batch.report(step=0.004)
+    assert [[c for c in step if c[0] == 4] for step in prefilled(actions)] == [[(4, 1, 0)]] * 5 + [[(4, 1, 1)]]
+    assert {a.width for a in actions if isinstance(a, Step)} == {4}, "a program of eight columns would take time of the others"
+    assert not reads(actions) and batch.scheduler.prefilled == 5
+
+
+def test_short_prompts_are_prefilled_together_where_nobody_runs() -> None:
+    batch = Batch(prefill=8, classes=(1, 2, 4, 8))
+    for text_id in (1, 2, 3):
+        batch.add(text_id, 4, max_tokens=2)
+    actions = batch.log()
+    assert prefilled(actions)[:2] == [[(1, 4, 1), (2, 4, 1)], [(1, 1, 1), (2, 1, 1), (3, 4, 1)]]
+
+
+def test_what_the_prefix_cache_lacks_is_prefilled() -> None:
+    batch = Batch(prefill=4)
+    batch.add(1, prompt := list(range(1, 19)), max_tokens=1)
+    assert reads(batch.log()) == [(1, 0, 8, 0), (1, 8, 8, 0), (1, 16, 1, 0)]
+    batch.add(2, [*prompt[:16], 40, 41], max_tokens=1)
+    assert prefilled(batch.log()) == [[(2, 2, 1)]] and batch.cache.tokens_reused == 16
+    batch.add(3, [*prompt[:12], 40, 41, 42, 43, 44], max_tokens=1)
+    assert reads(batch.log()) == [(3, 12, 4, 3)], "five tokens are more than four"
+
+
+def test_a_prompt_is_read_where_steps_would_take_longer() -> None:
+    batch = Batch(prefill=8, classes=(1, 2, 4, 8))
+    for width in (1, 2, 4, 8):
+        batch.scheduler.probed(width, 0.01 * width)
+    batch.add(1, 20, max_tokens=30)
+    batch.next()
+    batch.report(read=0.02)
+    batch.next()
+    batch.report(read=0.02)
+    batch.next()
+    batch.report(read=0.02)
+    batch.add(2, 7, max_tokens=1)
+    batch.add(3, 2, max_tokens=1)
+    actions = batch.log()
+    assert [text for text, *_ in reads(actions)] == [2], "0.07 s more for seven columns, 0.02 s for a read; 0.01 s for two columns"
+
+
+def test_a_preempted_text_goes_on_with_its_prompt() -> None:
+    batch = Batch(n_pages=8, prefill=40, max_step_tokens=2, slots=2, in_flight=1, prompt_share=1.0)
+    batch.step_until(batch.add(1, 1, max_tokens=24), 1)
+    second = batch.add(2, 16, max_tokens=2)
+    seen = []
+    while second.state is not State.ENDED:
+        action = batch.next()
+        seen.append(type(action))
+        if isinstance(action, Keep):
+            assert action.text is second and 0 < second.rows < 15
+        batch.report()
+    assert Keep in seen and Bring in seen and second.reason == "length"

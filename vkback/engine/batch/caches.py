@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,29 @@ STAGED = "staged."
 """In front of the name of a cache of one sequence, where its namesake in pages is meant as well."""
 
 
+CopyKind = Literal["store", "stage", "copy"]
+"""From the one-sequence cache, into it, or within the pages."""
+
+COPY_KINDS: tuple[CopyKind, ...] = ("store", "stage", "copy")
+
+
+def copy_graph(kind: CopyKind, caches: Mapping[str, Tensor], n_ctx: int, page: int) -> Graph:
+    """COPY_PAGES of every cache. n_ctx: rows of the one-sequence cache."""
+    graph = Graph()
+    pairs = Tensor("which", "I32", (PAIRS, 2), "input")
+    for name, paged in caches.items():
+        heads, _, dim = paged.shape
+        one = Tensor(f"{STAGED}{name}", paged.type, (heads, n_ctx, dim), "state")
+        source, target = {"store": (one, paged), "stage": (paged, one), "copy": (paged, paged)}[kind]
+        graph.add("COPY_PAGES", (pairs, source, target), (target,), page=page)
+    return graph
+
+
+def cache_tensors(graph: Graph) -> dict[str, Tensor]:
+    """KV caches of a graph, by name."""
+    return {t.name: t for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
+
+
 class PagedCaches:
     """Caches of all layers, [heads, paging.rows, head_dim] each. Page p of the batch is page p of every cache."""
 
@@ -34,7 +58,7 @@ class PagedCaches:
         self.paging = paging
         self._engine, self._device = engine, engine.device
         graph = engine.model.graph(1, paging.page * paging.max_pages, head="none", cache=engine.cache_types, paging=paging)
-        found = {t.name: t for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs}
+        found = cache_tensors(graph)
         self.tensors: Mapping[str, Tensor] = found
         self._states = {t.name: t for node in graph.nodes for t in node.outputs if t.kind == "state" and t.name not in found}
         """Recurrent states, [n_slots, ...]."""
@@ -51,7 +75,7 @@ class PagedCaches:
         """Of one page, in each cache."""
         paging = Paging(page, 1, 1, 1)
         graph = engine.model.graph(1, page, head="none", cache=engine.cache_types, paging=paging)
-        return [nbytes(t) for node in graph.nodes if node.op == "SET_ROWS" for t in node.outputs]
+        return [nbytes(t) for t in cache_tensors(graph).values()]
 
     def store(self, staged: Sequence[int], pages: Sequence[int]) -> None:
         """Copy pages of the one-sequence cache (page i: its rows i * page ..) into pages of the batch."""
@@ -65,7 +89,7 @@ class PagedCaches:
         """Copy pages within the batch."""
         self._copy("copy", pages, to)
 
-    def _copy(self, kind: str, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def _copy(self, kind: CopyKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         pairs = list(zip(sources, targets, strict=True))
         words = self._pairs.map().view(np.int32).reshape(-1, 2)
         _, commands = self._program(kind)
@@ -79,21 +103,15 @@ class PagedCaches:
 
     def prepare(self) -> None:
         """Compile and record the copies of pages."""
-        for kind in ("store", "stage", "copy") if self.tensors else ():
-            self._program(kind)
+        if self.tensors:
+            for kind in COPY_KINDS:
+                self._program(kind)
 
-    def _program(self, kind: str) -> tuple[Program, Commands]:
-        """COPY_PAGES of every cache: "store" from the one-sequence cache, "stage" into it, "copy" within the pages."""
+    def _program(self, kind: CopyKind) -> tuple[Program, Commands]:
         if kind not in self._programs:
-            graph = Graph()
-            pairs = Tensor("which", "I32", (PAIRS, 2), "input")
             inputs: dict[str, BufferRange] = {"which": self._pairs, **self.ranges}
-            for name, paged in self.tensors.items():
-                heads, _, dim = paged.shape
-                one = Tensor(f"{STAGED}{name}", paged.type, (heads, self._engine.n_ctx, dim), "state")
-                inputs[one.name] = self._engine.state[name]
-                source, target = {"store": (one, paged), "stage": (paged, one), "copy": (paged, paged)}[kind]
-                graph.add("COPY_PAGES", (pairs, source, target), (target,), page=self.paging.page)
+            inputs |= {f"{STAGED}{name}": self._engine.state[name] for name in self.tensors}
+            graph = copy_graph(kind, self.tensors, self._engine.n_ctx, self.paging.page)
             program = self._engine.bind(plan(graph, self._engine.ctx), inputs)
             self._programs[kind] = program, program.record(f"{kind} pages")
         return self._programs[kind]

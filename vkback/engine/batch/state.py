@@ -90,15 +90,20 @@ class Edits:
         self.pending[word] = value
 
 
+def edit_graph(words: int) -> Graph:
+    """EDITS words of a state of so many."""
+    target, pairs = Tensor("batch_state", "I32", (words,), "input"), Tensor("edits", "I32", (EDITS, 2), "input")
+    graph = Graph()
+    graph.add("WRITE_WORDS", (pairs, target), (target,))
+    return graph
+
+
 class EditQueue:
     """Writes edits by a dispatch in front of a submit."""
 
     def __init__(self, engine: Engine, state: BatchState) -> None:
         self._device = engine.device
-        target, pairs = Tensor("batch_state", "I32", (state.words,), "input"), Tensor("edits", "I32", (EDITS, 2), "input")
-        graph = Graph()
-        graph.add("WRITE_WORDS", (pairs, target), (target,))
-        schedule = plan(graph, engine.ctx)
+        schedule = plan(edit_graph(state.words), engine.ctx)
         self._arena = engine.device.arena("edits of a batch", EDIT_BUFFERS * aligned(8 * EDITS), "upload")
         self._programs: list[Program] = []
         self._free: deque[_EditBuffer] = deque()

@@ -16,7 +16,8 @@ from vkback.engine.engine import Engine
 from vkback.engine.prompts import with_barriers
 from vkback.engine.readback import Readback
 from vkback.graph import Graph, Tensor
-from vkback.models.builder import Paging
+from vkback.models.builder import CacheTypes, Paging
+from vkback.models.registry import Model
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -59,10 +60,10 @@ class Kind:
         return said + ", penalties" * self.penalties + ", mask" * self.masked + ", logits" * self.logits
 
 
-def step_graph(engine: Engine, columns: int, kind: Kind, paging: Paging) -> Graph:
+def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging: Paging) -> Graph:
     """One step of so many columns, from their tokens to their next ones."""
     n_ctx = paging.page * paging.max_pages
-    graph = engine.model.graph(columns, n_ctx, head="all", cache=engine.cache_types, paging=paging)
+    graph = model.graph(columns, n_ctx, head="all", cache=cache, paging=paging)
     tokens, pos, rows, slots, draws = (Tensor(n, "I32", (columns,), "input") for n in ("tokens", "pos", "rows", "slots", "draws"))
     pages = Tensor("pages", "I32", (paging.n_slots, paging.max_pages), "input")
     loops = Tensor("loops", "I32", (paging.n_slots, LOOP_WORDS), "input")
@@ -120,7 +121,8 @@ class StepPrograms:
         """The plan of a class of step."""
         key = columns, kind
         if key not in self._schedules:
-            graph, ctx = step_graph(self._engine, columns, kind, self.paging), self._engine.ctx
+            graph = step_graph(self._engine.model, self._engine.cache_types, columns, kind, self.paging)
+            ctx = self._engine.ctx
             if self._engine.model.architecture.recurrent:
                 # A step whose spin-wait timed out runs again, which recurrent states do not survive.
                 ctx = with_barriers(ctx, "recurrent states")
