@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -156,3 +157,74 @@ def test_the_page_shows_thoughts_apart(page: Browser) -> None:
     assert page.run("messages.length") == 4 and page.run("[...document.querySelectorAll('.thoughts')].at(-1).open")
     page.click("#reset")
     page.wait_for("!document.querySelector('.message')")
+
+
+MARKDOWN = """# Title
+
+Some **bold**, *slanted* and `code` <b>not HTML</b>, [a link](https://example.com) and [none](javascript:alert(1)).
+
+- one
+- two
+  1. inner
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+
+```python
+def f(x):
+    return "<i>" + x
+```
+"""
+
+
+def test_markdown_code_and_copy(page: Browser) -> None:
+    page.run("document.querySelector('#state').textContent = ''")
+    page.run(SAYING.replace("PIECES", json.dumps([{"content": piece} for piece in (MARKDOWN[:40], MARKDOWN[40:200], MARKDOWN[200:])])))
+    page.write("Show me")
+    page.press_enter()
+    page.wait_for("running === null && document.querySelector('.code')")
+    answer = "document.querySelector('.assistant > span')"
+    kinds = page.run(f"[...{answer}.children].map(e => e.tagName)")
+    assert kinds == ["H2", "P", "UL", "TABLE", "BLOCKQUOTE", "DIV"]
+    assert page.run(f"{answer}.querySelector('.code pre').textContent") == 'def f(x):\n    return "<i>" + x'
+    assert page.run(f"[...{answer}.querySelectorAll('a')].map(e => e.href)") == ["https://example.com/"]
+    assert page.run(f"[{answer}.querySelectorAll('b, i, script').length, {answer}.querySelectorAll('ul > li').length]") == [0, 2]
+    page.run("document.execCommand = () => true")
+    page.run("document.querySelector('.code button').click()")
+    page.wait_for("document.querySelector('.code button').textContent === 'Copied'")
+    for name, width in (("markdown-360", 360), ("markdown-1400", 1400)):
+        page.size(width, 900)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at the side"
+        picture(page, name)
+    page.size(900, 700)
+
+
+def test_regenerate_edit_system_prompt_and_history(page: Browser) -> None:
+    page.run("document.querySelector('#tokens').value = 6; document.querySelector('#system').value = 'Be brief.'")
+    page.run("var bodies = [], real = window.fetch")
+    page.run("window.fetch = (to, how) => { if (how) bodies.push(JSON.parse(how.body)); return real(to, how); }")
+    page.run("[...document.querySelectorAll('.acts button')].find(b => b.textContent === 'Regenerate').click()")
+    page.wait_for("running === null && document.querySelector('#state').textContent.startsWith('6 tokens in ')")
+    assert page.run("messages.map(m => m.role)") == ["user", "assistant"] and not page.run("document.querySelector('.code')")
+    assert page.run("bodies[0].messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Show me"}]
+    page.run("[...document.querySelectorAll('.acts button')].find(b => b.textContent === 'Edit').click()")
+    assert page.run("[messages.length, document.querySelector('#text').value]") == [0, "Show me"]
+    page.run("document.querySelector('#state').textContent = ''")
+    page.press_enter()
+    page.wait_for("running === null && document.querySelector('#state').textContent.startsWith('6 tokens in ')")
+    said = page.run("messages")
+    page.run("window.old = true; location.reload()")
+    page.wait_for("!window.old && document.querySelectorAll('.message').length === 2")
+    page.wait_for("document.querySelector('#about').textContent.includes('demo-dense')")
+    assert page.run("messages") == said and page.run("document.querySelector('#system').value") == "Be brief.", "kept over a reload"
+    assert page.run("document.querySelector('#asks').hidden"), "a key is asked for where the server wants one"
+    page.click("#reset")
+    page.wait_for("!document.querySelector('.message')")
+    page.run("document.querySelector('#chats').selectedIndex = 1; document.querySelector('#chats').dispatchEvent(new Event('change'))")
+    page.wait_for("document.querySelectorAll('.message').length === 2")
+    page.run("document.querySelector('#chats').value = '-'; document.querySelector('#chats').dispatchEvent(new Event('change'))")
+    page.wait_for("!document.querySelector('.message')")
+    page.run("document.querySelector('#system').value = ''")
