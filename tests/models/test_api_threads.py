@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_api_batch import assert_greedy, assert_pages_come_back
 from tiny_models import tiny
@@ -18,6 +19,7 @@ from tiny_models import tiny
 import vkback
 from vkback.api import ModelError
 from vkback.device import Device, DeviceLost
+from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine, EngineError
 from vkback.paths import builtin_model
 
@@ -347,3 +349,21 @@ def test_turns_are_fair_and_a_waiting_thread_can_be_interrupted(turns: vkback.Lo
     stream.finished()
     other.join()
     assert len(longest) == 5
+
+
+@pytest.mark.vulkan
+def test_a_text_that_has_the_engine_alone_gives_way_to_other_calls(path: Path, device: Device) -> None:
+    """It drafts by the engine's own loop; a call that takes its turn meanwhile changes nothing of it, and need not wait for its end."""
+    with vkback.LoadedModel(Engine.load(path, device, n_ctx=256, act="f32"), sequences=4) as plain:
+        want = plain.generate(PROMPTS[0], max_tokens=150, **GREEDY).tokens
+        logits = plain.logits(PROMPTS[1])
+    drafts = Drafts(pinned=4, known=(*PROMPTS[0], *want))
+    with vkback.LoadedModel(Engine.load(path, device, n_ctx=256, act="f32"), sequences=4, drafts=drafts) as model:
+        stream = model.stream(PROMPTS[0], max_tokens=150, **GREEDY)
+        made = next(stream).tokens
+        for _ in range(3):
+            assert np.allclose(model.logits(PROMPTS[1]), logits, atol=1e-4)
+        whole = stream.finished()
+        assert whole.timings.draft_accepted > 20 and whole.tokens[: len(made)] == made and len(whole.tokens) == 150
+        assert_greedy(model, PROMPTS[0], whole.tokens)
+        assert_pages_come_back(model)

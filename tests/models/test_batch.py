@@ -13,7 +13,7 @@ from tiny_models import TINY
 
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
-from vkback.engine.batch.scheduler import ScheduleError
+from vkback.engine.batch.scheduler import MAX_STEPS, ScheduleError
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, SamplerError
 from vkback.models.synth import synthesize
@@ -278,7 +278,13 @@ def test_a_text_that_is_cancelled_leaves_its_pages_at_once(llama: Engine) -> Non
         while seen < 3:
             seen += sum(len(made.tokens) for made in batch.advance() if made.id == leaves)
         batch.cancel(leaves)
-        rest = batch.run()
+        held = batch.pool.pages_for(10 + 40)  # of the other at most
+        steps = batch.counters.steps
+        rest: list[Update] = []
+        while batch.pool.n_pages - batch.pool.available > held or len(batch.scheduler.texts) > 1:
+            rest += batch.advance()
+        assert batch.counters.steps - steps <= MAX_STEPS, "of the submits in flight, and one"
+        rest += batch.run()
         assert [made.reason for made in rest if made.id == leaves] == ["cancelled"]
         assert rest[-1].id == stays and rest[-1].reason == "length"
         batch.prefixes.clear()
