@@ -7,14 +7,12 @@ from collections.abc import Iterable
 DIFFUSION = "texts that are made in any order"
 RWKV = "a WKV recurrence"
 ALIBI = "attention biases by distance (ALiBi)"
-ONE_PART = "layers that are a Mamba-2 block, attention or a feed-forward with squared ReLU alone"
 SHORT_CONVOLUTION = "layers of a short convolution with a state"
 
 LACKS: dict[str, str] = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), DIFFUSION),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
     **dict.fromkeys(("bloom", "jais", "jina-bert-v2", "mpt", "refact"), ALIBI),
-    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ONE_PART),
     **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",

@@ -30,6 +30,8 @@ NAMES = (
     "mistral3",
     "mistral4",
     "modern_bert",
+    "nemotron_h",
+    "nemotron_h_moe",
     "nomic_bert",
     "olmo2",
     "phi2",

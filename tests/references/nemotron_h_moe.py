@@ -1,0 +1,7 @@
+"""`nemotron_h_moe` by NemotronHForCausalLM."""
+
+from __future__ import annotations
+
+from references.nemotron_h import logits
+
+__all__ = ["logits"]
