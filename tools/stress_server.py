@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "unknown": (1,),
     "tools": ([1],),
     "prompt": ("", [], [-1], [10**9], ["a", ""], [[1], "a"], {}),
-    "echo": (True,),
+    "echo": ("yes",),
     "suffix": ("a",),
     "best_of": (0, 129, "2"),
     "messages": ([], "x", [{}], [{"role": "user"}], [{"role": 1, "content": ""}], [1]),
