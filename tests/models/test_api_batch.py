@@ -232,3 +232,18 @@ def test_models_with_recurrent_states_make_many_texts_too(tmp_path: Path, device
     with vkback.LoadedModel(Engine.load(tiny("granitehybrid", tmp_path), device, n_ctx=64)) as model:
         found = model.batch(prompts, n=2, max_tokens=3, seed=1)
         assert [r.tokens for r in found] == [model.generate(p, max_tokens=3, seed=s).tokens for p in prompts for s in (1, 2)]
+
+
+@pytest.mark.vulkan
+def test_requests_have_the_same_text_whatever_they_are_called_by() -> None:
+    """exact="requests": alone, in a batch, and as the next turn of a session."""
+    prompts = ["The old man", "She said", "It was the best of times, it was the worst of times, it was the age of wisdom."]
+    options: vkback.GenerateOptions = {"max_tokens": 10, "seed": 3}
+    with vkback.load("demo-dense", ctx=192, exact="requests") as model:
+        alone = [model.generate(prompt, **options).tokens for prompt in prompts]
+        assert [result.tokens for result in model.batch(prompts, **options)] == alone
+        session = model.session()
+        assert session.generate(prompts[0], **options).tokens == alone[0]
+        turn = session.generate(" and then", **options).tokens
+        whole = [*model.ids(prompts[0], start=True), *alone[0], *model.ids(" and then", start=False)]
+        assert model.generate(whole, **options).tokens == turn
