@@ -31,6 +31,7 @@ from vkback.api import LoadedModel
 from vkback.cli import main, serve, vkbench
 from vkback.cli.shell import UsageError
 from vkback.device import Device, DeviceLost
+from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine, EngineError
 from vkback.gguf.file import GgufFile
 from vkback.gguf.tokenizer import Tokenizer
@@ -74,6 +75,7 @@ class Served:
         parallel: int = 1,
         n_ctx: int = 128,
         cors: tuple[str, ...] | list[str] = (),
+        drafts: Drafts | None = None,
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -83,7 +85,7 @@ class Served:
             if self.lost:
                 raise DeviceLost("[device] the device stopped")
             self.loads += 1
-            return LoadedModel(Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False))
+            return LoadedModel(Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False), drafts=drafts)
 
         self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]

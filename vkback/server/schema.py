@@ -109,8 +109,8 @@ class ResponseFormat(JsonFields):
 
 
 class Sampling(JsonFields):
-    """What both endpoints take. top_k, min_p, repeat_penalty and ignore_eos are not OpenAI's. user, safety_identifier, prompt_cache_key,
-    metadata, store and service_tier change nothing."""
+    """What both endpoints take. top_k, min_p, repeat_penalty, ignore_eos and speculative.n_max are not OpenAI's. user,
+    safety_identifier, prompt_cache_key, metadata, store and service_tier change nothing."""
 
     model: str | None = Field(default=None, description="the name of the model, a text")
     stream: bool | None = Field(default=None, description="true or false")
@@ -131,6 +131,9 @@ class Sampling(JsonFields):
         default=None, description='at most 1024 token ids, each with a number from -100 to 100, as {"50": -100}'
     )
     ignore_eos: bool | None = Field(default=None, description="true or false")
+    speculative_n_max: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, alias="speculative.n_max", description="a whole number of at least 0"
+    )
     response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     user: str | None = Field(default=None, description="a text")
@@ -156,6 +159,8 @@ class Sampling(JsonFields):
             options["top_k"] = max(0, self.top_k)
         if self.min_p is not None:
             options["min_p"] = self.min_p
+        if self.speculative_n_max is not None:
+            options["draft_max"] = self.speculative_n_max
         if self.stop is not None:
             options["stop"] = self.stop
         if self.presence_penalty is not None:
