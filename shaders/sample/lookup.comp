@@ -3,7 +3,7 @@
 //
 // Bindings:
 //   0  text    I32 [before + n_ctx]: the token of position q at before + q. What lies before is earlier texts, each with -1 behind it, or
-//              with KNOWN the draft of position q at q (-1: none)
+//              with KNOWN the draft of position q at q (-1: none), with MODEL that of column c at c - 1
 //   1  draft   I32, see vkback/ops/sampling/lookup.py: read FIRST, MODE, MOST, LEAST, MATCH; MADE is moved on
 //   2  loop    I32 [32 + capacity], see sample/loop.glsl
 //   3  tokens  I32 [n]: column 0 is the text's last token; the others are written
@@ -27,7 +27,7 @@ layout(binding = 3) buffer Tokens { int tokens[]; };
 layout(binding = 4) buffer Pos { int pos[]; };
 
 const uint FIRST = 0u, MADE = 1u, MODE = 2u, MOST = 3u, LEAST = 4u, MATCH = 5u;
-const int KNOWN = 1;
+const int KNOWN = 1, MODEL = 2;
 const uint RING = 32u;
 const uint LONGEST = 32u, PLACE_BITS = 26u;
 
@@ -50,7 +50,8 @@ void main() {
     const uint end = p.before + uint(at) + 1u, first = uint(draft[FIRST]);
     int room = min(int(p.n) - 1, draft[MOST]);
     if (limit > 0) room = min(room, limit - step - 1);
-    const bool known = draft[MODE] == KNOWN;
+    const bool known = draft[MODE] == KNOWN || draft[MODE] == MODEL;
+    const uint drafts = draft[MODE] == MODEL ? 0u : uint(at) + 1u; // where those of `known` begin
     if (!known && room > 0) {
         const int last = text[end - 1u];
         const uint most = min(LONGEST, uint(at) + 1u);
@@ -71,7 +72,7 @@ void main() {
     for (uint c = 1u + tid; c < p.n; c += WG_SIZE) {
         int token = -1;
         if (known) {
-            if (uint(at) + c < p.before) token = text[uint(at) + c];
+            if (drafts + c - 1u < p.before) token = text[drafts + c - 1u];
         } else if (any) {
             token = text[place + 1u + (c - 1u) % period];
         }

@@ -14,13 +14,16 @@ import vkback
 from vkback.api import GenerateOptions
 from vkback.checks import OptionError
 from vkback.device import Device
-from vkback.engine.drafts import DraftError, Drafts, Pace
+from vkback.engine.draft_model import ROOM, check_draft_model
+from vkback.engine.drafts import ENOUGH, DraftError, Drafts, Pace, StepTimes
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.models import ARCHITECTURES
+from vkback.models.registry import Model
 from vkback.models.synth import synthesize
 from vkback.ops.sampling.sample import noise
+from vkback.paths import builtin_model
 
 TINY = sorted(shape for arch in ARCHITECTURES.values() for shape in arch.shapes if shape.startswith("tiny-"))
 
@@ -221,6 +224,58 @@ def test_drafts_by_default_are_those_of_a_gpu() -> None:
     assert LoadOptions(spec_type="none").drafts(software=False) is None
     assert LoadOptions(spec_type="none", spec_pinned=8).drafts(software=False) == Drafts(0, pinned=8)
     assert LoadOptions(draft_max=3, draft_min=2).drafts(software=False) == Drafts(3, 2)
+
+
+@pytest.fixture(scope="module")
+def with_draft_model(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Engine:
+    """A target whose draft model is itself."""
+    path = tmp_path_factory.mktemp("draft model") / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    engine = Engine.load(path, device, n_ctx=N_CTX)
+    engine.attach_draft_model(Engine.load(path, device, n_ctx=N_CTX + ROOM))
+    return engine
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("name", ["greedy", "temperature", "penalties"])
+def test_a_draft_model_changes_no_text(name: str, with_draft_model: Engine) -> None:
+    engine, sampler = with_draft_model, SAMPLERS[name]
+    text = made(engine, PROMPT, sampler, Drafts(pinned=4, known=(-1,)))
+    for most in (3, 2):
+        assert made(engine, PROMPT, sampler, Drafts(most, pinned=4, model=True)) == text
+        counts = engine.draft_counts
+        assert len(counts.by_place) == most
+        if name == "greedy":
+            assert counts.accepted > 0.9 * counts.drafted - most, "it drafts what it would pick itself"
+    other = (*PROMPT, *text[3:13])  # the draft model goes on from another text
+    text = made(engine, other, sampler, Drafts(pinned=4, known=(-1,)))
+    assert made(engine, other, sampler, Drafts(3, pinned=4, model=True)) == text
+
+
+@pytest.mark.vulkan
+def test_a_draft_model_fills_the_context_and_rests_where_it_does_not_pay(with_draft_model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, n = with_draft_model, N_CTX - len(PROMPT) + 1
+    text = made(engine, PROMPT, Sampler(), Drafts(pinned=4, known=(-1,)), n=n)
+    assert made(engine, PROMPT, Sampler(), Drafts(3, pinned=4, model=True), n=n) == text
+    assert engine.n_past == N_CTX
+    monkeypatch.setattr(StepTimes, "of_seconds", lambda plain, by_class: StepTimes(dict.fromkeys(by_class, 9.0)))
+    slow = made(engine, PROMPT, Sampler(), Drafts(3, model=True), n=n)
+    assert len(slow) == n and ENOUGH <= engine.draft_counts.steps <= 2 * (ENOUGH + 3), "once more after 64 tokens"
+
+
+@pytest.mark.vulkan
+def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, device: Device) -> None:
+    other = builtin_model("demo-dense")
+    with pytest.raises(DraftError, match=r"demo-dense.*: 4096 tokens, model.gguf has 331; expected one of its family"):
+        vkback.load(llama.model.file.path, device.index, 64, model_draft=other)
+    recurrent = tmp_path / "recurrent.gguf"
+    synthesize("tiny-mamba2-Q8_0", recurrent)
+    with pytest.raises(DraftError, match=r"recurrent.gguf: has recurrent states, which cannot go back"):
+        check_draft_model(llama.model, Model.open(recurrent))
+    with pytest.raises(DraftError, match="has no draft model"):
+        made(llama, PROMPT, Sampler(), Drafts(3, model=True))
+    with pytest.raises(OptionError, match="expected draft-simple with model_draft, and only then"):
+        LoadOptions(spec_type="draft-simple")
 
 
 MARGIN = 2e-3

@@ -36,6 +36,7 @@ from vkback.api.turns import Turns
 from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, JsonGrammar
+from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import Exact, LoadOptions
@@ -88,6 +89,7 @@ def load(
     exact: Exact = False,
     sequences: int | None = None,
     spec_type: str | None = None,
+    model_draft: str | Path | None = None,
     draft_max: int | None = None,
     draft_min: int = 0,
     spec_pinned: int = 0,
@@ -108,6 +110,7 @@ def load(
     sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers and with exact="requests", else 64
     spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "none"; default:
               the first, but none on CPU drivers. docs/drafts.md tells when a text has the same bits
+    model_draft  a smaller model with the same vocabulary, whose tokens are the drafts
     draft_max, draft_min  drafts of a step, at most and at least
     spec_pinned  4, 8 or 16 tokens in every step: the text has the same bits whatever is drafted
     spec_earlier  drafts from earlier texts, too
@@ -125,6 +128,7 @@ def load(
         exact=exact,
         sequences=sequences,
         spec_type=spec_type,
+        model_draft=model_draft,
         draft_max=draft_max,
         draft_min=draft_min,
         spec_pinned=spec_pinned,
@@ -152,8 +156,25 @@ def open_model(
     where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
     begun = time.perf_counter()
     engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
+    if options.model_draft is not None:
+        try:
+            _attach_draft_model(engine, path_of(options.model_draft), options)
+        except BaseException:
+            engine.close()
+            raise
     sequences = options.sequences or (PINNED_SEQUENCES if engine.pinned else None)
     return LoadedModel(engine, time.perf_counter() - begun, sequences, options.drafts(software=engine.device.caps.software))
+
+
+def _attach_draft_model(engine: Engine, path: Path, options: LoadOptions) -> None:
+    """Open a draft model beside its target, which closes it."""
+    how = replace(options, ctx=engine.n_ctx + ROOM, model_draft=None, spec_type="none", lora=())
+    draft = Engine.open(path, engine.device, how)
+    try:
+        engine.attach_draft_model(draft)
+    except BaseException:
+        draft.close()
+        raise
 
 
 def reported(progress: bool | Report, who: str = "model") -> Report | None:

@@ -77,10 +77,17 @@ ExactRequestsOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
+ModelDraftOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model-draft", "-md", "--spec-draft-model", metavar="FILE", help="A smaller model of the same vocabulary, which drafts tokens."
+    ),
+]
 SpecTypeOption = Annotated[
     str | None,
     typer.Option(
-        "--spec-type", help="Drafts of the next tokens: ngram-simple (copies in the text), none [default: the first; on a CPU, none]."
+        "--spec-type",
+        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), none [default: the first; on a CPU, none].",
     ),
 ]
 DraftMaxOption = Annotated[

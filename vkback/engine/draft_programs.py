@@ -12,7 +12,7 @@ from vkback.engine.plans import Plans
 from vkback.engine.readback import TokenLoop
 from vkback.engine.sampler import PENALIZED, draft_words
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
-from vkback.ops.sampling.lookup import DRAFT_WORDS, FIRST, FROM_TEXT, KNOWN, LEAST, MATCH, MODE, MOST
+from vkback.ops.sampling.lookup import DRAFT_WORDS, FIRST, FROM_TEXT, KNOWN, LEAST, MATCH, MODE, MODEL, MOST
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
@@ -65,6 +65,8 @@ class DraftPrograms:
             draft[MODE] = KNOWN
             known = np.array(drafts.known[: self.before], np.int32)
             words[: len(known)] = known
+        elif drafts.model:
+            draft[MODE] = MODEL
         elif kept := list(earlier[-(self.before - 1) :]) if self.before > 1 else []:
             draft[FIRST] = self.before - 1 - len(kept)
             words[draft[FIRST] : self.before - 1] = kept

@@ -54,6 +54,7 @@ class Drafts:
     match    tokens that must agree before a place of the text is copied from
     pinned   columns of every step, also of those without drafts: every token then has the same bits whatever the drafts are. 0: as pays
     earlier  drafts also from texts that the engine has left
+    model    drafts are those of the draft model, which the engine has
     known    drafts by position of the text, -1 for none, in place of those that are found: for tests and measurements
     """
 
@@ -62,6 +63,7 @@ class Drafts:
     match: int = 1
     pinned: int = 0
     earlier: bool = False
+    model: bool = False
     known: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +86,8 @@ class Drafts:
         if self.pinned:
             return (self.pinned,)
         enough = next((c for c in CLASSES if c > self.most), CLASSES[-1])
+        if self.model and self.most:
+            return (enough,)
         return tuple(c for c in CLASSES if c <= enough) if self.most else ()
 
 
@@ -197,6 +201,7 @@ class Pace:
         """at_once: tokens of a submit without drafts. probe: None where the width is given."""
         self._drafts, self._n, self._at_once, self.probe, self._times = drafts, n, at_once, probe, times
         self._columns = 1
+        self._most_steps = STEPS_PER_SUBMIT
         self._saved = 0.0  # time of a token, so often
         self.made = 0
         self.flying: deque[Submitted] = deque()
@@ -224,11 +229,11 @@ class Pace:
         if self.made + sum(f.steps for f in flying) >= n or (flying and self.made + sum(f.expected for f in flying) >= n):
             return None
         pinned = self._drafts.pinned if self._drafts is not None else 0
-        columns = pinned or (self._best(self._times) if self._times is not None else 1)
+        columns = pinned or self._chosen()
         left = n - self.made - sum(f.expected for f in flying)
         if columns > 1:
             rate = self._rate(columns)
-            steps = STEPS_PER_SUBMIT if (self._saved > 0 or pinned) and STEPS_PER_SUBMIT * rate <= left else 1
+            steps = self._most_steps if (self._saved > 0 or pinned) and self._most_steps * rate <= left else 1
             chosen = Submitted(columns, steps, steps * rate)
         else:
             most = self.made + sum(f.steps * f.columns for f in flying)  # steps without drafts do not know where to end
@@ -239,6 +244,9 @@ class Pace:
         self._columns = columns
         flying.append(chosen)
         return chosen
+
+    def _chosen(self) -> int:
+        return self._best(self._times) if self._times is not None else 1
 
     def _rate(self, columns: int) -> float:
         return tokens_per_step(list(self.probe.hits), columns) if self.probe is not None and self.probe.hits else 1.0
@@ -251,3 +259,30 @@ class Pace:
         gains = {c: tokens_per_step(hits, min(c, self._drafts.most + 1)) / times.of[c] for c in self._drafts.classes if c in times.of}
         best = max(gains, key=lambda c: gains[c], default=1)
         return best if best in gains and gains[best] > (1.0 if self._columns > 1 else ENTRY) else 1
+
+
+class ModelPace(Pace):
+    """Of a text whose drafts a model makes, with a class of step: all steps have it while that pays."""
+
+    def __init__(self, drafts: Drafts, n: int, columns: int, times: StepTimes | None) -> None:
+        super().__init__(drafts, n, 1, None, times)
+        self._width, self._most_steps = columns, 1
+        self._recent: deque[int] = deque(maxlen=WINDOW)
+
+    def take(self, tokens: Iterable[int]) -> None:
+        made = list(tokens)
+        self._recent.append(len(made))
+        super().take(made)
+
+    @property
+    def lost(self) -> bool:
+        """Whether steps without drafts are faster."""
+        if self._times is None or len(self._recent) < ENOUGH:
+            return False
+        return self._rate(self._width) < self._times.of[self._width] or self._saved < -(LOSS + LOSS_SHARE * self.made)
+
+    def _chosen(self) -> int:
+        return self._width
+
+    def _rate(self, columns: int) -> float:
+        return sum(self._recent) / len(self._recent) if self._recent else 1.0

@@ -28,8 +28,9 @@ from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
+from vkback.engine.draft_model import ROOM, DraftEngine, DraftModel, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
-from vkback.engine.drafts import DraftCounts, DraftError, Drafts, Pace, Probe
+from vkback.engine.drafts import DraftCounts, DraftError, Drafts, ModelPace, Pace, Probe
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import Plans
@@ -69,8 +70,17 @@ TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
 
+PLAIN_TOKENS = 64
+"""Tokens after which a draft model that did not pay is tried again; then twice as many, and so on."""
+
+
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
+
+
+def times_key(kind: str, drafts: Drafts) -> str:
+    """By which times of steps are known."""
+    return f"{kind}, draft model" if drafts.model else kind
 
 
 @dataclass
@@ -138,6 +148,7 @@ class Engine:
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
+        self._draft_model: DraftModel | None = None
         self._no_drafts = "its recurrent states cannot go back" if model.architecture.recurrent else ""
         self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
         self.draft_counts = DraftCounts()
@@ -285,6 +296,10 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
+        if self._draft_model is not None:
+            self._draft_model.forget()
+            self._draft_model.engine.close()
+            self._draft_model = None
         self._draft_programs.close()
         self._token_programs.close()
         for arena in reversed(self._arenas):
@@ -501,6 +516,9 @@ class Engine:
             self._prompts.limit(ubatch)
         if n_ctx == self.n_ctx:
             return
+        if self._draft_model is not None:
+            self._draft_model.forget()
+            self._draft_model.engine.resize(n_ctx + ROOM)
         self._draft_programs.close()
         self._token_programs.forget_programs()
         self._arenas.remove(self._state.arena)
@@ -676,11 +694,24 @@ class Engine:
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:
             self.prepare_drafts(first, sampler, drafts)
-        elif drafts is not None:
+        elif drafts is not None and not drafts.model:
             probe = Probe([*self._fed, first], self._earlier if drafts.earlier else ())
-        made, drafting = 0, False
+        made, drafting, rest = 0, drafts is not None and drafts.model, n
         while made < n:
-            run = _Run(first, n - made, sampler, kind, self.end_ids(stop_at_eos), on_logits, constraint, drafts, probe, drafting)
+            if drafting and drafts is not None and drafts.model and times_key(kind, drafts) not in self._draft_programs.times:
+                self.prepare_drafts(first, sampler, drafts)
+            run = _Run(
+                first,
+                n - made if drafting else min(n - made, rest),
+                sampler,
+                kind,
+                self.end_ids(stop_at_eos),
+                on_logits,
+                constraint,
+                drafts,
+                probe,
+                drafting,
+            )
             run.before = self.draft_counts
             yield from self._submits(run)
             made, first = made + run.made, run.first
@@ -692,6 +723,10 @@ class Engine:
                 self._no_drafts = "activations are beyond the range of f16 in a step of several tokens"
                 log.warning("going on without drafts: %s", self._no_drafts)
                 drafts = probe = None
+            elif run.ended == "wants plain steps":
+                drafting, rest = False, PLAIN_TOKENS if rest == n else 2 * rest
+            elif drafts is not None and drafts.model and not drafting and run.made == run.n:
+                drafting = True
             elif run.ended == "wants drafts" and drafts is not None:
                 drafting = True
                 if kind not in self._draft_programs.times:
@@ -699,28 +734,53 @@ class Engine:
             else:
                 return
 
+    def attach_draft_model(self, draft: DraftEngine) -> None:
+        """Take the drafts of `Drafts(model=True)` from this model, which is closed with the engine. Raises DraftError where its tokens are
+        not those of this one, or its cache is too small."""
+        check_draft_model(self.model, draft.model)
+        if self._no_drafts:
+            raise DraftError(
+                f"[drafts] {self.model.file.path.name}: no drafts for this model, {self._no_drafts}; leave the draft model out"
+            )
+        if draft.n_ctx < self.n_ctx + ROOM or draft.device is not self.device:
+            raise DraftError(
+                f"[drafts] {draft.model.file.path.name}: a context of {draft.n_ctx} on {draft.device.caps.name}; expected at least "
+                f"{self.n_ctx + ROOM} on the target's device"
+            )
+        self._draft_model = DraftModel(draft, self._token_programs, lambda: self._draft_programs.inputs()["text"])
+
+    @property
+    def token_programs(self) -> TokenPrograms:
+        """Programs of one token, and what they share."""
+        return self._token_programs
+
     def _possible(self, drafts: Drafts | None, needs_host: bool) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
             return None
         if self._no_drafts and drafts.pinned:
             raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
+        if drafts.model and self._draft_model is None:
+            raise DraftError(f"[drafts] {self.model.file.path.name}: has no draft model; expected one by attach_draft_model")
         return None if self._no_drafts or needs_host else drafts
 
     def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
         kind, programs = loop_kind(sampler), self._draft_programs
         classes = [c for c in drafts.classes if self.n_past + 4 * c <= self.n_ctx]
-        known = replace(drafts, known=(first,) * self.n_ctx)
+        known = drafts if drafts.model else replace(drafts, known=(first,) * self.n_ctx)
 
         def begin() -> None:
-            self._begin_loop(_Run(first, self.n_ctx, sampler, kind, [], drafts=known))
+            self._begin_loop(_Run(first, self.n_ctx, sampler, kind, [], drafts=known, drafting=True))
 
         def run(columns: int, steps: int) -> float:
             begin()
-            loop = self._token_programs.loop(kind, steps) if columns == 1 else programs.loop(columns, kind, steps)
+            model = drafts.model and columns > 1
+            loop = programs.loop(columns, kind, 1 if model else steps) if columns > 1 else self._token_programs.loop(kind, steps)
             begun = time.perf_counter()
-            self._token_programs.submit(loop)[0].wait()
+            for _ in range(steps if model else 1):
+                ticket, _ = self._token_programs.submit(loop, self._draft_model.commands if model and self._draft_model else None)
+            ticket.wait()
             return time.perf_counter() - begun
 
         with self._kernels.preparing([]):
@@ -743,7 +803,7 @@ class Engine:
                     self.use_barriers(why)
                     break
             if not drafts.pinned:
-                programs.measure(kind, classes, run)
+                programs.measure(times_key(kind, drafts), classes, run)
 
     def _submits(self, run: _Run) -> Generator[int, None, None]:
         """Tokens of a run, to its end."""
@@ -753,15 +813,23 @@ class Engine:
         if self._checkpoint is not None:
             self._checkpoint.save(self.n_past)
         self._begin_loop(run)
-        tokens, times = self._token_programs, self._draft_programs.times.get(run.kind) if run.drafting else None
+        tokens, drafts = self._token_programs, run.drafts
+        times = self._draft_programs.times.get(times_key(run.kind, drafts)) if run.drafting and drafts is not None else None
+        model = self._draft_model if drafts is not None and drafts.model and run.drafting else None
         in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
-        pace = Pace(run.drafts, run.n, at_once, run.probe, times)
+        fits = times is not None and drafts is not None and drafts.classes[0] in times.of
+        if model is not None and drafts is not None and (drafts.pinned or fits):
+            pace: Pace = ModelPace(drafts, run.n, drafts.classes[0], times)
+        else:
+            pace, model = Pace(drafts, run.n, at_once, run.probe, times), None
         step, status = 0, STATUS_RUNNING
         flying: deque[tuple[Ticket, int, int]] = deque()
         try:
             while run.made < run.n:
                 # Keep the queue full: the next submit starts when one ends.
                 run.ended = "wants drafts" if pace.wants_drafts else ""
+                if isinstance(pace, ModelPace) and pace.lost:
+                    run.ended = "wants plain steps"
                 while not run.ended and len(flying) < in_flight and (size := pace.next()) is not None:
                     if run.constraint is not None:
                         self.device.upload(tokens.inputs["mask"], run.constraint.mask())
@@ -769,7 +837,7 @@ class Engine:
                         loop = self._draft_programs.loop(size.columns, run.kind, size.steps)
                     else:
                         loop = tokens.loop(run.kind, size.steps, logits=run.on_logits is not None)
-                    flying.append((*tokens.submit(loop), size.columns))
+                    flying.append((*tokens.submit(loop, model.commands if model is not None else None), size.columns))
                 if not flying:
                     return
                 ticket, number, columns = flying.popleft()
@@ -781,6 +849,9 @@ class Engine:
                     run.ended = run.ended or "overflow"
                 if run.ended in ("timed out", "overflow"):
                     return
+                if model is not None and model.timed_out(number):
+                    model.engine.use_barriers(TIMED_OUT)
+                    run.ended = "wants plain steps"
                 if columns > 1:
                     self.draft_counts = run.before + self._draft_programs.counts(number)
                 words = back.result.map().view(np.int32)
@@ -793,6 +864,8 @@ class Engine:
                     run.made += 1
                     # The cache holds the token that went in; the new one is only picked.
                     self._advance([run.first])
+                    if model is not None:
+                        model.accepted([run.first])
                     run.first = token
                     if run.constraint is not None:
                         run.constraint.take(token)
@@ -820,6 +893,8 @@ class Engine:
             vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
             self.device.upload(inputs["bias"], run.sampler.bias(vocab))
             self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
+        if run.drafts is not None and run.drafts.model and run.drafting and self._draft_model is not None:
+            self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1))
         if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
             self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier if run.drafts.earlier else ())
 

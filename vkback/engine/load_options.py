@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from vkback import checks
+from vkback.engine.draft_model import DRAFTS
 from vkback.engine.drafts import CLASSES, MOST, Drafts
 from vkback.engine.weights import REPACKS, Repack
 from vkback.events import Report
@@ -14,7 +16,7 @@ from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
 from vkback.plan.passes.fuse import FUSIONS
 
-SPEC_TYPES = ("none", "ngram-simple")
+SPEC_TYPES = ("none", "ngram-simple", "draft-simple")
 
 Exact = bool | Literal["requests"]
 """What has the same bits (docs/batch_invariance.md). "requests": a request, whoever else is served; True: the logits of a token, however
@@ -35,7 +37,8 @@ class LoadOptions:
     lora    adapter files (vkback/models/adapter.py)
     spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
             the latter, but none on CPU drivers, which take seconds to compile a step of each width
-    draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for
+    model_draft  a file of a smaller model with the same vocabulary, whose tokens are the drafts (spec_type "draft-simple")
+    draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for, of a draft model 3
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
@@ -52,6 +55,7 @@ class LoadOptions:
     sequences: int | None = None
     lora: tuple[Given, ...] = ()
     spec_type: str | None = None
+    model_draft: str | Path | None = None
     draft_max: int | None = None
     draft_min: int = 0
     spec_pinned: int = 0
@@ -76,6 +80,10 @@ class LoadOptions:
             raise checks.wrong("spec_pinned", self.spec_pinned, f"{', '.join(map(str, CLASSES))}, or 0")
         if self.spec_type is not None:
             checks.choice("spec_type", self.spec_type, SPEC_TYPES)
+        if (self.model_draft is not None) != (self.spec_type == "draft-simple"):
+            if self.model_draft is None or self.spec_type is not None:
+                raise checks.wrong("spec_type", self.spec_type, "draft-simple with model_draft, and only then")
+            self._set("spec_type", "draft-simple")
         self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
         checks.choice("act", self.act, ACTS)
         checks.choice("fusion", self.fusion, FUSIONS)
@@ -96,8 +104,10 @@ class LoadOptions:
         wanted = self.spec_type or ("none" if none else "ngram-simple")
         if wanted == "none" and not self.spec_pinned:
             return None
-        most = 0 if wanted == "none" else MOST if self.draft_max is None else min(self.draft_max, MOST)
-        return Drafts(most, min(self.draft_min, most), pinned=self.spec_pinned, earlier=self.spec_earlier)
+        model = wanted == "draft-simple"
+        default = DRAFTS if model else MOST
+        most = 0 if wanted == "none" else default if self.draft_max is None else min(self.draft_max, MOST)
+        return Drafts(most, min(self.draft_min, most), pinned=self.spec_pinned, earlier=self.spec_earlier, model=model)
 
     def _set(self, name: str, value: Any) -> None:
         """The value as it is kept: numpy's numbers as Python's, words in lower case."""

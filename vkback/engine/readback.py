@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vkback.device import BufferRange, Device, Ticket
+from vkback.device import BufferRange, Commands
 from vkback.program import Program
 
 
@@ -53,6 +53,6 @@ class TokenLoop:
             for back, others in zip(readback, copies, strict=True)
         ]
 
-    def submit(self, device: Device, back: int) -> Ticket:
-        """back: number of the read-back, which nothing in flight may use."""
-        return device.submit(self._copies[back])
+    def commands(self, back: int) -> Commands:
+        """The copy with this read-back, which nothing in flight may use."""
+        return self._copies[back]

@@ -115,11 +115,14 @@ class TokenPrograms:
         """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
         return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies)
 
-    def submit(self, loop: TokenLoop) -> tuple[Ticket, int]:
-        """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops."""
+    def submit(self, loop: TokenLoop, before: Callable[[int], Sequence[Commands]] | None = None) -> tuple[Ticket, int]:
+        """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops.
+
+        before  what the submit begins with, by the number of its read-back
+        """
         back = self._turn
         self._turn = (self._turn + 1) % len(self._loop_backs)
-        return loop.submit(self._device, back), back
+        return self._device.submit([*(before(back) if before is not None else ()), loop.commands(back)]), back
 
     def back(self, number: int) -> Readback:
         """Where a submit's results are."""

@@ -17,7 +17,8 @@ Words of `draft`:
 
     0 FIRST     word of `text` from which on it is read
     1 MADE      tokens of the loop that stand in `text`
-    2 MODE      0: as above; 1: the draft of position q is word q of `text`, -1 or none from `before` on: for tests and measurements
+    2 MODE      0: as above; 1: the draft of position q is word q of `text`, -1 or none from `before` on: for tests and measurements;
+                2: that of column c is word c - 1: a draft model has put it there
     3, 4 MOST, LEAST   drafts of a step at most; where there are fewer than LEAST, there are none
     5 MATCH     tokens that a match must have
     8, 9, 10    steps, drafts and accepted drafts so far; 16.. drafts by place (0: column 1), 48.. accepted ones: SAMPLE_DRAFTS counts
@@ -48,7 +49,7 @@ STEPS, DRAFTED, ACCEPTED = 8, 9, 10
 DRAFTED_AT, ACCEPTED_AT = 16, 48
 """Words of `draft`."""
 
-FROM_TEXT, KNOWN = 0, 1
+FROM_TEXT, KNOWN, MODEL = 0, 1, 2
 """Values of MODE."""
 
 MAX_COLUMNS = 32
@@ -95,10 +96,10 @@ def drafts_of(text: Array, first: int, own: int, least: int, count: int) -> list
     return found
 
 
-KINDS = ("copy", "none", "repeat", "earlier", "separator", "known", "known_end", "stopped", "limit", "least", "long")
-"""What a case's text is like: its end stands earlier in it; no token comes twice; it repeats its last tokens; its end stands in an earlier
-text; that text ends soon; drafts are given; they end within `before`; the loop has stopped; the limit is near; there are fewer drafts than
-LEAST; the match is longer than what counts."""
+KINDS = ("copy", "none", "repeat", "earlier", "separator", "known", "known_end", "model", "stopped", "limit", "least", "long")
+"""What a case's text is like: its end stands earlier in it; no token comes twice; it repeats its last tokens; its end stands in an
+earlier text; that text ends soon; drafts are given by position; they end within `before`; they are given by column; the loop has stopped;
+the limit is near; there are fewer drafts than LEAST; the match is longer than what counts."""
 
 
 @register
@@ -121,8 +122,9 @@ class Lookup(Op):
         room = min(n - 1, int(draft[MOST]))
         if loop[LOOP_LIMIT] > 0:
             room = min(room, int(loop[LOOP_LIMIT]) - step - 1)
-        if draft[MODE] == KNOWN:
-            given = text[min(at + 1, before) : min(at + n, before)]
+        if draft[MODE] in (KNOWN, MODEL):
+            begin = at + 1 if draft[MODE] == KNOWN else 0
+            given = text[min(begin, before) : min(begin + n - 1, before)]
             ended = np.flatnonzero(given < 0)
             whole = given.tolist()
             found = whole[: int(ended[0]) if len(ended) else len(whole)]
@@ -204,7 +206,7 @@ class Lookup(Op):
                 own[length - size :] = own[3 : 3 + size] = rng.integers(100, 200, size)
             elif kind == "repeat":
                 own[-9:] = own[-12:-9].tolist() * 3 if length > 12 else 1
-            if kind in ("known", "known_end"):
+            if kind in ("known", "known_end", "model"):
                 text[:before] = rng.integers(0, 50, before)
                 if kind == "known_end" and length + 2 < before:
                     text[length + 1] = -1
@@ -225,8 +227,8 @@ class Lookup(Op):
                 loop[LOOP_RING + (step - made + i) % ring] = own[length - made + i]
             draft = np.zeros(DRAFT_WORDS, np.int32)
             draft[[FIRST, MADE, MOST, MATCH]] = min(before, 5), step - made, MAX_COLUMNS, 1
-            if kind in ("known", "known_end"):
-                draft[MODE] = KNOWN
+            if kind in ("known", "known_end", "model"):
+                draft[MODE] = MODEL if kind == "model" else KNOWN
             elif kind == "stopped":
                 loop[1] = STATUS_EOS
             elif kind == "limit":

@@ -1,0 +1,151 @@
+"""A second, smaller model whose picks are the drafts of another: its tokens go to that one's next step without the host.
+
+Each step of the target is one submit: the target's last token and position are copied to the draft model, which makes as many greedy tokens
+as there are drafts and takes in the last of them too, so that its cache has a row for each draft; its ids are copied to where LOOKUP takes
+them (mode MODEL); then comes the target's step. Rows of drafts that were not accepted are written over by those of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.engine.drafts import CLASSES, DraftError
+from vkback.engine.sampler import Sampler, loop_state
+from vkback.engine.token_programs import INPUT_BYTES, SUBMITS_IN_FLIGHT, TokenPrograms
+from vkback.models.registry import Model
+from vkback.ops.sampling.sample import LOOP_RING
+
+DRAFTS = 3
+"""Of a step, unless somebody asks for others; llama.cpp's number."""
+
+ROOM = CLASSES[-1] + 1
+"""Rows that the draft model's cache has beside the target's context: its drafts lie before the text."""
+
+
+class DraftEngine(Protocol):
+    """What a draft model is run by: an Engine of its own."""
+
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def token_programs(self) -> TokenPrograms: ...
+
+    def rewind(self, n: int) -> bool: ...
+
+    def prompt(self, tokens: Sequence[int]) -> None: ...
+
+    def assume(self, tokens: Sequence[int]) -> None: ...
+
+    def resize(self, n_ctx: int) -> None: ...
+
+    def use_barriers(self, why: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_draft_model(target: Model, draft: Model) -> None:
+    """Raises DraftError, naming what differs, for a model whose tokens are not the target's, or that cannot draft."""
+    name = draft.file.path.name
+    if draft.architecture.recurrent:
+        raise DraftError(f"[drafts] {name}: has recurrent states, which cannot go back; expected a draft model of attention alone")
+    sizes = draft.hp.n_vocab, target.hp.n_vocab
+    if sizes[0] != sizes[1]:
+        raise DraftError(f"[drafts] {name}: {sizes[0]} tokens, {target.file.path.name} has {sizes[1]}; expected one of its family")
+    if not (target.has_text and draft.has_text):
+        return
+    mine, other = target.tokenizer, draft.tokenizer
+    for what, one, two in (("bos", other.bos, mine.bos), ("end-of-text", sorted(other.eos_ids), sorted(mine.eos_ids))):
+        if one != two:
+            raise DraftError(f"[drafts] {name}: {what} is {one}, {target.file.path.name} has {two}; expected one of its family")
+    for i in range(min(mine.n_vocab, other.n_vocab)):
+        if mine.token_bytes(i, special=True) != other.token_bytes(i, special=True):
+            one_text, two_text = other.token_bytes(i, special=True), mine.token_bytes(i, special=True)
+            raise DraftError(
+                f"[drafts] {name}: token {i} is {one_text!r}, {target.file.path.name} has {two_text!r}; expected one of its family"
+            )
+
+
+class DraftModel:
+    """Makes the drafts of one target.
+
+    engine  its own
+    count   drafts of a step
+    """
+
+    def __init__(self, engine: DraftEngine, target: TokenPrograms, text: Callable[[], BufferRange]) -> None:
+        """text: LOOKUP's."""
+        self.engine, self.count = engine, 0
+        self._target, self._text = target, text
+        self._arena: Arena | None = None
+        self._copies: list[tuple[Commands, Commands]] = []
+
+    def begin(self, text: Sequence[int], count: int) -> None:
+        """Read what the draft model has not read of a text, but for its last token, and be ready for so many drafts of a step."""
+        if count != self.count:
+            self.forget()
+            self.count = count
+        before = text[:-1]
+        known = self.engine.tokens
+        common = next((i for i, (a, b) in enumerate(zip(known, before, strict=False)) if a != b), min(len(known), len(before)))
+        self.engine.rewind(common)
+        if rest := list(before[common:]):
+            self.engine.prompt(rest)
+        programs = self.engine.token_programs
+        self.engine.device.upload(programs.inputs["loop"], loop_state(Sampler(), []))
+
+    def commands(self, back: int) -> list[Commands]:
+        """What runs before the target's step with this read-back."""
+        if not self._copies:
+            self._record()
+        into, out = self._copies[back]
+        return [into, self.engine.token_programs.loop("greedy", self.count + 1).commands(back), out]
+
+    def timed_out(self, back: int) -> bool:
+        """Whether a spin-wait of the draft model timed out in that submit: its drafts and rows are worth nothing."""
+        return self.engine.token_programs.back(back).timed_out
+
+    def accepted(self, tokens: Sequence[int]) -> None:
+        """The draft model's cache has the rows of these tokens, which the target took."""
+        self.engine.assume(tokens)
+
+    def _record(self) -> None:
+        device, own, other = self.engine.device, self.engine.token_programs.inputs, self._target.inputs
+        self._arena = device.arena("step of a draft model", 256, "device")
+        zero = self._arena.alloc(4, "step 0")
+        device.upload(zero, np.zeros(1, np.int32))
+        for i in range(SUBMITS_IN_FLIGHT + 1):
+            rec = device.recorder(f"to the draft model {i}")
+            rec.barrier()
+            for at in (0, INPUT_BYTES):
+                rec.copy(other["one"].slice(at, 4), own["one"].slice(at, 4))
+            rec.copy(zero, own["loop"].slice(0, 4))
+            rec.copy(other["loop"].slice(4, 4), own["loop"].slice(4, 4))  # a target that has stopped makes no drafts
+            into = rec.finish()
+            rec = device.recorder(f"from the draft model {i}")
+            rec.barrier()
+            rec.copy(own["loop"].slice(4 * LOOP_RING, 4 * self.count), self._text().slice(0, 4 * self.count))
+            self._copies.append((into, rec.finish()))
+
+    def forget(self) -> None:
+        """Record anew when it is next used."""
+        for pair in self._copies:
+            for commands in pair:
+                commands.destroy()
+        self._copies.clear()
+        if self._arena is not None:
+            self._arena.destroy()
+            self._arena = None
