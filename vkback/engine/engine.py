@@ -70,6 +70,9 @@ TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
 
+MEASURED_ROWS = 64
+"""That steps which are measured may need; plain ones do not know where to end."""
+
 PLAIN_TOKENS = 64
 """Tokens after which a draft model that did not pay is tried again; then twice as many, and so on."""
 
@@ -767,26 +770,32 @@ class Engine:
     def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
         kind, programs = loop_kind(sampler), self._draft_programs
-        classes = [c for c in drafts.classes if self.n_past + 4 * c <= self.n_ctx]
-        known = drafts if drafts.model else replace(drafts, known=(first,) * self.n_ctx)
+        classes = [c for c in drafts.classes if self.n_past + MEASURED_ROWS <= self.n_ctx]
+        known = replace(drafts, known=(first,) * self.n_ctx, model=False)
 
-        def begin() -> None:
-            self._begin_loop(_Run(first, self.n_ctx, sampler, kind, [], drafts=known, drafting=True))
+        def begin(how: Drafts = known) -> None:
+            self._begin_loop(_Run(first, self.n_ctx - self.n_past, sampler, kind, [], drafts=how, drafting=True))
 
-        def run(columns: int, steps: int) -> float:
-            begin()
-            model = drafts.model and columns > 1
+        def run(columns: int, steps: int, model: bool = drafts.model) -> float:
+            model = model and columns > 1
+            begin(drafts if model else known)
             loop = programs.loop(columns, kind, 1 if model else steps) if columns > 1 else self._token_programs.loop(kind, steps)
+            before = self._draft_model.commands if model and self._draft_model is not None else None
+            # As steps run: one submit behind the other. From the end of the first on, so that nobody waits for the host.
+            tickets = [self._token_programs.submit(loop, before)[0] for _ in range(SUBMITS_IN_FLIGHT)]
+            tickets[0].wait()
             begun = time.perf_counter()
-            for _ in range(steps if model else 1):
-                ticket, _ = self._token_programs.submit(loop, self._draft_model.commands if model and self._draft_model else None)
-            ticket.wait()
-            return time.perf_counter() - begun
+            timed = 2 * steps if model else 2
+            for _ in range(timed - SUBMITS_IN_FLIGHT + 1):
+                tickets.append(self._token_programs.submit(loop, before)[0])
+                tickets[-2].wait()
+            tickets[-1].wait()
+            return (time.perf_counter() - begun) * (steps / timed if model else 1 / timed)
 
         with self._kernels.preparing([]):
             for columns in classes:
                 program = programs.program(columns, kind)
-                run(columns, 1)
+                run(columns, 1, model=False)
                 if (made := program.last_waited_for) is None:
                     continue
 
