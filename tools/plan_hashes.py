@@ -27,7 +27,7 @@ from vkback.engine.plans import Plans
 from vkback.errors import VkbackError
 from vkback.graph import Node, Tensor
 from vkback.harness.cases import context_of, quick_cases
-from vkback.models import Model
+from vkback.models import ARCHITECTURES, Model
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.synth import SHAPES, outline, synthetic_names
 from vkback.ops.dispatch import Dispatch
@@ -138,7 +138,7 @@ def of_cases(ctx: LowerContext) -> Iterator[tuple[str, str]]:
 def _chosen_models(quick: bool) -> Iterator[str]:
     """Synthetic models to plan."""
     known = synthetic_names()
-    for shape in SHAPES:
+    for shape in (name for name, own in SHAPES.items() if ARCHITECTURES[own.arch].causal):  # the others make no text
         types = [name.removeprefix(f"{shape}-") for name in known if name.startswith(f"{shape}-")]
         types = [t for t in types if "-" not in t]  # of a shape whose name goes on
         types = list(MORE_TYPES.get(shape, (next((t for t in ONE_TYPE if t in types), types[0]),)))
