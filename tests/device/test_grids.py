@@ -34,6 +34,8 @@ BOUNDED = {
     "argsort/merge.comp": {"x": ROW},
     "attention/decode/attention.comp": {"x": "heads", "y": "splits of the rows", "z": TOKENS},
     "attention/general.comp": {"x": TOKENS, "y": "heads", "z": "sequences"},
+    "attention/prompt/prompt.comp": {"y": "groups of heads"},
+    "attention/prompt/prompt_matrix.comp": {"y": "groups of heads"},
     "attention/train/train_matrix.comp": {"y": "heads"},
     "attention/train/train_pack.comp": {"x": "heads"},
     "gemm/coop_mat.comp": {"z": "parts of a row"},
