@@ -34,7 +34,7 @@ N_CTX = 96
 COUNTS_OF_TOKENS = {("gemv/gemv.comp", "COLS"), ("ssm/scan.comp", "TILE"), ("ssm/delta_net.comp", "TILE")}
 """Columns of a GEMV, of which each has its own sums; tokens whose inputs a scan holds at once, one after the other."""
 
-BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "elementwise/binary.comp", "gemm_f32/slices.comp")
+BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "gemm_f32/slices.comp")
 """Kernels that add nothing up but over lanes of a unit: they may have more threads for more tokens."""
 
 

@@ -29,6 +29,11 @@ from vkback.ops.view import View
 declare("elementwise", match={"elements": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
 
 
+def values_of(x: Tensor, ctx: LowerContext) -> int:
+    """Of how many values a kernel's width and workgroup are chosen: all, or with --exact those of a row, so that tokens do not count."""
+    return x.shape[-1] if ctx.exact else x.elements
+
+
 def repetition(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int] | None:
     """(inner, count): value i of a meets value (i / inner) % count of b, b being broadcast as numpy does; None where that takes more.
 
@@ -150,10 +155,11 @@ class Binary(Op):
             repeated = OPS["REPEAT"].lower(Node("REPEAT", (b,), (whole,), {"shape": a.shape}), ctx)
             return repeated + self.lower(Node(node.op, (a, whole), node.outputs, node.params), ctx)
         inner, count = found
-        width = 4 if a.elements % 4 == 0 and (inner % 4 == 0 or (inner == 1 and count % 4 == 0)) else 1
+        values = values_of(a, ctx)
+        width = 4 if values % 4 == 0 and (inner % 4 == 0 or (inner == 1 and count % 4 == 0)) else 1
         b_width = width if inner == 1 else 1
         elements = a.elements // width
-        choice = ctx.tuning.pick("elementwise", elements=a.elements)
+        choice = ctx.tuning.pick("elementwise", elements=values)
         defines: dict[str, str | int] = {"OPERATOR": BINARY[self.name][0], "WIDTH": width, "B_WIDTH": b_width}
         return [
             by_threads(
@@ -165,6 +171,7 @@ class Binary(Op):
                 elements,
                 defines,
                 choice=choice,
+                needed=values // width,
                 how=f" of {width} values",
                 moved=nbytes(a) + nbytes(b) + nbytes(y),
                 flops=a.elements,
@@ -396,9 +403,10 @@ class Unary(Op):
         x, y = node.inputs[0], node.outputs[0]
         if x.elements != y.elements:
             raise PlanError(f"[{self.name}] {node.name}: output {y} has other elements than {x}")
-        width = 4 if x.elements % 4 == 0 else 1
+        values = values_of(x, ctx)
+        width = 4 if values % 4 == 0 else 1
         elements = x.elements // width
-        choice = ctx.tuning.pick("elementwise", elements=x.elements)
+        choice = ctx.tuning.pick("elementwise", elements=values)
         defines: dict[str, str | int] = {"FUNCTION": UNARY[self.name].function, "WIDTH": width}
         return [
             by_threads(
@@ -410,6 +418,7 @@ class Unary(Op):
                 elements,
                 defines,
                 choice=choice,
+                needed=values // width,
                 how=f" of {width} values",
                 flops=4 * x.elements,
             )

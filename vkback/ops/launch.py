@@ -24,6 +24,7 @@ def by_threads(
     *,
     choice: Choice | None = None,
     grid: tuple[int, int] | None = None,
+    needed: int | None = None,
     how: str = "",
     moved: int | None = None,
     weight_bytes: int = 0,
@@ -33,11 +34,12 @@ def by_threads(
 
     choice  the table's row, with `wg_size`; by default of [[elementwise]], for as many values
     grid    workgroups along y and z, if x alone counts threads; by default a grid of one dimension (`spread`)
+    needed  threads that a workgroup need not exceed, by default all
     how     what the reason says of the threads
     moved   bytes, by default of each tensor once
     """
     choice = choice or ctx.tuning.pick("elementwise", elements=threads)
-    wg = workgroup_size(ctx.caps, choice["wg_size"], threads)
+    wg = workgroup_size(ctx.caps, choice["wg_size"], threads if needed is None else needed)
     groups = ceil_div(threads, wg)
     return Dispatch(
         Variant.of(shader, {**(defines or {}), "WG_SIZE": wg}),
