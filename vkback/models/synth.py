@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ UNIFORM = "Q8_0"
 TINY = "tiny-"
 """What their names begin with."""
 
+
+OF_THE_LAST = ("attention.shared_kv_layers",)
+"""Keys that say of how many layers at the end something holds; the first layers of a model have as many fewer as are missing."""
 
 WHOLE = "F32"
 """Every shape can also be written with all its tensors of this type: models to train."""
@@ -94,11 +97,10 @@ def synthetic_names() -> list[str]:
 def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTensor]:
     """The tensors of a model, in the order of the file. Raises SynthError for an unknown name or number of layers."""
     shape_name, type = _split(name)
-    shape = SHAPES[shape_name]
-    n_layer = _layers(name, shape, layers)
+    shape = _first_layers(name, SHAPES[shape_name], layers)
     mix = _type_mixes().get(shape_name, {}).get(type)
     chosen = _chosen(shape_name, type) if mix is None and not shape_name.startswith(TINY) else {}
-    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in _shapes(shape, n_layer)]
+    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in _shapes(shape)]
 
 
 def synthetic_size(name: str, *, layers: int | None = None) -> tuple[int, int]:
@@ -171,7 +173,7 @@ def _chosen(shape_name: str, type: str) -> dict[str, str]:
     s = SHAPES[shape_name]
     if type == WHOLE:
         return {}
-    tensors = list(_shapes(s, s.n_layer))
+    tensors = list(_shapes(s))
     is_70b = ARCHITECTURES[s.arch].sizes.get(s.n_layer) == "70B"
     counts = Counts.of(tensors, s.n_layer, s.n_expert, s.n_head // s.n_head_kv if s.n_head_kv else 1, is_70b)
     return choose_types(type, tensors, counts)
@@ -194,15 +196,22 @@ def _split(name: str) -> tuple[str, str]:
     return shape, type
 
 
-def _layers(name: str, shape: ModelShape, layers: int | None) -> int:
+def _first_layers(name: str, shape: ModelShape, layers: int | None) -> ModelShape:
+    """The shape of a model's first so many layers."""
     if layers is None:
-        return shape.n_layer
+        return shape
     if not 1 <= layers <= shape.n_layer:
         raise UnknownShape(f"[synth] {name} has {shape.n_layer} layers, {layers} were asked for")
-    return layers
+    metadata = dict(shape.metadata)
+    for key, value in metadata.items():
+        if isinstance(value, tuple) and len(value) == shape.n_layer:
+            metadata[key] = value[:layers]
+        elif key in OF_THE_LAST:
+            metadata[key] = max(value - (shape.n_layer - layers), 0)
+    return replace(shape, n_layer=layers, layers=shape.layers[:layers], metadata=metadata)
 
 
-def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of all tensors."""
     if not s.tied:
         yield "output.weight", (s.n_vocab, s.n_embd)
@@ -210,7 +219,7 @@ def _shapes(s: ModelShape, n_layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     if norm := ARCHITECTURES[s.arch].output_norm:
         yield f"{norm}.weight", (s.n_embd,)
     yield from ARCHITECTURES[s.arch].outer_tensors(s)
-    for il in range(n_layer):
+    for il in range(s.n_layer):
         for name, dims in ARCHITECTURES[s.arch].tensors_of_layer(s, il):
             yield f"blk.{il}.{name}", dims
 
@@ -255,7 +264,7 @@ def _lay_out(tensors: list[PlannedTensor]) -> tuple[list[int], int]:
 def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: int | None, *, text: bool = False) -> int:
     """Metadata, with a vocabulary where `text`, and tensor table; returns where the data begins."""
     shape_name, type = _split(name)
-    s = SHAPES[shape_name]
+    s = _first_layers(name, SHAPES[shape_name], layers)
     writer = GGUFWriter(path, s.arch)
     writer.add_name(f"{name} with random weights")
     if (known := file_type(type)) is not None:
@@ -263,15 +272,14 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     writer.add_quantization_version(2)
     writer.add_context_length(s.n_ctx)
     writer.add_embedding_length(s.n_embd)
-    writer.add_block_count(_layers(name, s, layers))
+    writer.add_block_count(s.n_layer)
     # Layers that differ give lists, as files of such models have them.
-    own = s.layers[: _layers(name, s, layers)]
-    writer.add_feed_forward_length(_alike([layer.n_ff for layer in own], s.n_ff))
-    writer.add_head_count(_alike([layer.n_head for layer in own], s.n_head))
+    writer.add_feed_forward_length(_alike([layer.n_ff for layer in s.layers], s.n_ff))
+    writer.add_head_count(_alike([layer.n_head for layer in s.layers], s.n_head))
     if s.attention is None:
-        writer.add_head_count_kv(_alike([layer.n_head_kv for layer in own], s.n_head_kv))
+        writer.add_head_count_kv(_alike([layer.n_head_kv for layer in s.layers], s.n_head_kv))
     else:
-        writer.add_head_count_kv([s.n_head_kv if il in s.attention else 0 for il in range(_layers(name, s, layers))])
+        writer.add_head_count_kv([s.n_head_kv if il in s.attention else 0 for il in range(s.n_layer)])
     writer.add_key_length(s.head_dim)
     writer.add_value_length(s.head_dim)
     writer.add_rope_dimension_count(s.n_rot)
@@ -291,8 +299,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
     for key, value in s.metadata.items():
         # The shape's own metadata wins over what was written above.
         writer.kv_data[0].pop(f"{s.arch}.{key}", None)
-        each = isinstance(value, tuple) and len(value) == s.n_layer
-        _add_value(writer, f"{s.arch}.{key}", value[: _layers(name, s, layers)] if each else value)
+        _add_value(writer, f"{s.arch}.{key}", value)
     if text:
         add_vocabulary(writer, s.vocabulary or ARCHITECTURES[s.arch].vocabulary, s.n_vocab)
     else:
