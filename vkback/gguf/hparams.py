@@ -129,9 +129,11 @@ class HParams:
             raise GgufError(f"[gguf] {path}: tensor {name} has shape {list(found.shape)}, the hyperparameters say {list(shape)}")
         return found
 
-    def missing(self, name: str) -> GgufError:
+    def missing(self, name: str, instead: str = "") -> GgufError:
+        """instead: other tensors that could be there in its place."""
+        others = f", and so are {instead} in its place" if instead else ""
         return GgufError(
-            f"[gguf] {self.path}: tensor {name} is missing; {self.arch} with {self.n_layer} layers needs it "
+            f"[gguf] {self.path}: tensor {name} is missing{others}; {self.arch} with {self.n_layer} layers needs it "
             f"({len(self.weights)} tensors in the file)"
         )
 

@@ -324,10 +324,12 @@ def experts(
         x = g.emit("MUL", f"ffn_moe_weighted-{il}", "F32", x.shape, (x, weights))
     shared = b.view(x, (n, 1, hp.n_embd))
     both = f"blk.{il}.ffn_gate_up_exps"
+    stems = {"gate": f"blk.{il}.ffn_gate_exps", "up": f"blk.{il}.ffn_up_exps"}
     if hp.has_weight(f"{both}.weight"):
         parts = [routed(b, shared, ids, both, 2 * hp.n_ff_expert, f"ffn_moe_gate_up-{il}")]
+    elif not any(hp.has_weight(f"{stem}.weight") for stem in stems.values()):
+        raise hp.missing(f"{both}.weight", "ffn_gate_exps.weight and ffn_up_exps.weight")
     else:
-        stems = {"gate": f"blk.{il}.ffn_gate_exps", "up": f"blk.{il}.ffn_up_exps"}
         parts = [routed(b, shared, ids, stem, hp.n_ff_expert, f"ffn_moe_{part}-{il}") for part, stem in stems.items()]
     act = g.emit(glu.op, f"ffn_moe_{glu.op.lower()}-{il}", "F32", (n, hp.n_expert_used, hp.n_ff_expert), tuple(parts), **glu.params)
     scale = f"blk.{il}.ffn_down_exps.scale"

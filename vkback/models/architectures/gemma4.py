@@ -3,7 +3,7 @@
 As gemma3, with norm weights as they are and an attention scale of 1. Layers with a sliding window have heads and a RoPE of their own; those
 that see all tokens may make V from the product that makes K, and RoPE does not turn most of their pairs (divisors of 1e30). V is
 RMS-normed without a weight. The last `attention.shared_kv_layers` layers have no K and V and attend to those of the last layer of their
-kind before them. The output of a layer may have a scale; where there are no per-layer embeddings it costs no stage, since the graph's
+kind before them. The output of all layers may have a scale; where there are no per-layer embeddings it costs no stage, since the graph's
 stream is the published one divided by the scales so far (`scales_so_far`).
 
 Mixture of experts: beside the dense feed-forward, on norms of their own; the router reads the same sum, normed without a weight, times
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vkback.gguf.file import GgufError, GgufFile
-from vkback.gguf.hparams import Heads, HParams, Rope
+from vkback.gguf.hparams import Heads, HParams, Metadata, Rope
 from vkback.graph import Recipe, Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import Glu, attention, experts, feed_forward, rms_norm, with_scales_by_expert
@@ -233,16 +233,20 @@ class Gemma4(Architecture):
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:
-        """K's product is V's where the file has none for V."""
-        names = [name for name in f.tensors if name.endswith(".attn_k.weight")]
-        made = {name.replace("attn_k", "attn_v"): f.tensors[name] for name in names if name.replace("attn_k", "attn_v") not in f.tensors}
+        """K's product is V's in the layers that see all tokens, unless one of them has a V."""
+        m = Metadata(f, cls.varying, cls.keys)
+        whole = [f"blk.{il}" for il, sees_all in enumerate(m.pattern(PATTERN, m.layers(), 0)) if sees_all]
+        made = {f"{layer}.attn_v.weight": f.tensors[k] for layer in whole if (k := f"{layer}.attn_k.weight") in f.tensors}
+        if made.keys() & f.tensors.keys():
+            made = {}
         return with_scales_by_expert(replace(f, tensors={**f.tensors, **made}))
 
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
         m = self.metadata
         self.n_per_layer = m.count(PER_LAYER, 0, least=0)
-        own = [1.0] * self.hp.n_layer if self.n_per_layer else output_scales(f, self.hp.n_layer)
+        self.has_scales = any(name.endswith(OUTPUT_SCALE) for name in f.tensors)
+        own = [1.0] * self.hp.n_layer if self.n_per_layer or not self.has_scales else output_scales(f, self.hp)
         self.so_far, self.rescaled = scales_so_far(own)
         self.hp = hp = scaled(replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0)), self.so_far)
         if not self.n_per_layer:
@@ -304,7 +308,7 @@ class Gemma4(Architecture):
         x = b.add(y, x, f"sa_out-{il}")
         y = rms_norm(b, x, f"blk.{il}.ffn_norm", f"ffn_norm-{il}", plain=f"ffn_rms-{il}", eps=eps)
         y = feed_forward(b, y, il, width=self.n_ff[il], glu=GEGLU)
-        if self.hp.has_weight(f"blk.{il}.ffn_gate_inp.weight"):
+        if self.hp.n_expert:
             y = self.with_experts(b, x, y, il)
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
         if not self.n_per_layer:
@@ -313,10 +317,9 @@ class Gemma4(Architecture):
                 return x
             return b.graph.emit("SCALE", f"out_scaled-{il}", "F32", x.shape, (x,), scale=self.rescaled[il], bias=0.0)
         x = self.with_per_layer(b, b.add(y, x, f"ffn_residual-{il}"), il)
-        scale = f"blk.{il}.{OUTPUT_SCALE}"
-        if not self.hp.has_weight(scale):
+        if not self.has_scales:
             return x
-        return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(scale, (1,))))
+        return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(f"blk.{il}.{OUTPUT_SCALE}", (1,))))
 
     def eps(self, il: int) -> float:
         """Of norms of the stream that goes into layer `il`."""
@@ -332,6 +335,7 @@ class Gemma4(Architecture):
         scale = self.hp.weight(f"blk.{il}.ffn_gate_inp.scale", (self.hp.n_embd,))
         route = b.graph.emit("MUL", f"ffn_route_norm-{il}", "F32", x.shape, (route, scale))
         y = rms_norm(b, x, f"blk.{il}.pre_ffw_norm_2", f"ffn_norm_2-{il}", plain=f"ffn_rms_2-{il}", eps=self.eps(il))
+        self.hp.weight(f"blk.{il}.ffn_down_exps.scale", (self.hp.n_expert, 1))
         y = experts(b, y, il, glu=GEGLU, route=route)
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm_2", f"ffn_moe-{il}", plain=f"ffn_moe_rms-{il}")
         return b.add(dense, y, f"ffn_moe_combined-{il}")
@@ -406,11 +410,11 @@ def scales_so_far(own: Sequence[float]) -> tuple[list[float], list[float]]:
     return so_far, rescaled
 
 
-def output_scales(f: GgufFile, n_layer: int) -> list[float]:
-    """Of each layer. A file without data (`outline`) has zeros for them, which count as 1."""
-    own = [output_scale(f, il) for il in range(n_layer)]
+def output_scales(f: GgufFile, hp: HParams) -> list[float]:
+    """Of each layer, all of which must have one. A file without data (`outline`) has zeros for them, which count as 1."""
+    own = [output_scale(f, hp, il) for il in range(hp.n_layer)]
     if not any(own):
-        own = [1.0] * n_layer
+        own = [1.0] * hp.n_layer
     for il, value in enumerate(own):
         if not SMALLEST <= value <= 1.0 / SMALLEST:
             expected = f"a number from {SMALLEST:g} to {1.0 / SMALLEST:g}"
@@ -418,13 +422,11 @@ def output_scales(f: GgufFile, n_layer: int) -> list[float]:
     return own
 
 
-def output_scale(f: GgufFile, il: int) -> float:
-    """The scale of a layer's output, 1 where the file has none."""
-    t = f.tensors.get(f"blk.{il}.{OUTPUT_SCALE}")
-    if t is None:
-        return 1.0
-    if (t.type, t.shape) != ("F32", (1,)):
-        raise GgufError(f"[gguf] {f.path}: tensor {t.name} is {t.type} {list(t.shape)}, expected F32 [1]")
+def output_scale(f: GgufFile, hp: HParams, il: int) -> float:
+    """The scale of a layer's output."""
+    t = f.tensors[hp.weight(f"blk.{il}.{OUTPUT_SCALE}", (1,)).name]
+    if t.type != "F32":
+        raise GgufError(f"[gguf] {f.path}: tensor {t.name} is {t.type}, expected F32")
     return float(np.ascontiguousarray(t.data).view(np.float32)[0, 0])
 
 
