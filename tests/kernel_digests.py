@@ -58,11 +58,15 @@ def digests() -> Iterator[tuple[str, str]]:
                 yield f"{device}: {case.line}", digest(d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own))
         for shape, model in models.items():
             for tokens in TOKENS:
-                graph = model.graph(tokens, 128, head="last")
-                if tokens == 1:
-                    add_sampler(graph, greedy=False)
+                if model.architecture.causal:
+                    graphs = [model.graph(tokens, 128, head="last")]
+                else:
+                    graphs = [model.text_graph(tokens, 128, texts) for texts in model.text_kinds()]
+                if tokens == 1 and model.architecture.causal:
+                    add_sampler(graphs[0], greedy=False)
                 with suppress(PlanError):
-                    yield f"{device}: {shape} of {tokens} tokens", digest(plan(graph, ctx, fusion="all").dispatches())
+                    made = [d for graph in graphs for d in plan(graph, ctx, fusion="all").dispatches()]
+                    yield f"{device}: {shape} of {tokens} tokens", digest(made)
 
 
 if __name__ == "__main__":
