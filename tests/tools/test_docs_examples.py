@@ -101,6 +101,7 @@ COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/
 SHOWN = {
     "docs/architecture.md": ("model.gguf ->", "cli      ", "shaders/<family>/"),
     "docs/comparing_nodes.md": ("NMSE =",),
+    "docs/models.md": ("absorbed  ",),
     "docs/tuning.md": ("Q4_K 4096x14336:",),
     "bench/README.md": ("<date>_<device>",),
 }
