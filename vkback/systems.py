@@ -13,7 +13,7 @@ Part = Literal["driver", "compiler", "validation"]
 
 WANTED: Mapping[Part, str] = {
     "driver": "Install a Vulkan loader and a driver",
-    "compiler": "Install glslc or libshaderc",
+    "compiler": "Install wasmtime with pip, which runs the compiler that comes with vkback, or glslc",
     "validation": "Install the validation layers",
 }
 

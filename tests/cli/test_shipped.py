@@ -75,7 +75,9 @@ def test_modules_serve_without_a_compiler_as_long_as_their_source_stands(root: P
     (root / "quant" / "one.glsl").write_text("uint value() { return 7u; }\n")
     bare = ShaderLibrary(root, tmp_path / "empty")
     assert bare.spirv(OTHER)
-    said = r"^\[shader\] fill/fill \(2 kernels\) does not come with vkback as SPIR-V, .* there is no GLSL compiler\. Install glslc"
+    said = (
+        r"^\[shader\] fill/fill \(2 kernels\) does not come with vkback as SPIR-V, .* there is no GLSL compiler\. Install wasmtime with pip"
+    )
     with pytest.raises(NoCompiler, match=said):
         bare.compile_many([ONE, TWO, OTHER])
 
@@ -128,7 +130,7 @@ def test_the_check_names_what_is_stale_and_one_command_rebuilds_that_alone(
 
 
 def test_building_needs_a_compiler(root: Path, without_compiler: None) -> None:
-    with pytest.raises(VkbackError, match="no GLSL compiler: install glslc"):
+    with pytest.raises(VkbackError, match="no GLSL compiler: pip install wasmtime"):
         prebuilt.build_ordinary(root, [ONE])
 
 

@@ -23,6 +23,7 @@ LAYERS = {
     "checks": 1,
     "systems": 0,
     "paths": 1,
+    "kept": 2,
     "device": 2,
     "graph": 3,
     "shader": 3,

@@ -14,7 +14,8 @@ from vkback.device.spirv import inspect
 from vkback.shader import CompileError, NoCompiler, ShaderLibrary, Variant, register_include
 from vkback.shader import library as library_module
 from vkback.shader import source as source_module
-from vkback.shader.compiler import GlslcProgram, GlslError, ShadercLibrary, find_compiler, program_path, shared_library
+from vkback.shader.compiler import GlslcProgram, ShadercLibrary, find_compiler, program_path, shared_library
+from vkback.shader.errors import GlslError
 
 COPY = """// copies words
 #version 450

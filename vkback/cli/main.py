@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
     "synth": ("synth:synth", "Write a model of a real shape with random weights."),
+    "cache": ("cache:cache", "Show what is kept between runs, or remove it."),
     "compare-bench": ("compare_bench:compare", "Compare two benchmark results with their noise."),
     "history": ("history:history", "Show what a store of benchmark results holds, by build."),
 }

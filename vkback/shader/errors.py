@@ -11,3 +11,7 @@ class CompileError(VkbackError):
 
 class NoCompiler(VkbackError):  # noqa: N818  a condition, like the device layer's NoDevice
     """Neither libshaderc nor glslc is there, and the SPIR-V is not in the cache."""
+
+
+class GlslError(Exception):
+    """The compiler's own words, with lines as "shader:12: error: ..."."""

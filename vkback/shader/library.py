@@ -8,14 +8,16 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 
+from vkback.kept import bound
 from vkback.paths import cache_dir as default_cache_dir
 from vkback.paths import shader_root, write_cache
-from vkback.shader.compiler import TARGET, Compiler, GlslError, find_compiler, identity_key
+from vkback.shader.compiler import TARGET, Compiler, find_compiler, identity_key, system_compiler
 from vkback.shader.contraction import as_written
-from vkback.shader.errors import CompileError, NoCompiler
+from vkback.shader.errors import CompileError, GlslError, NoCompiler
 from vkback.shader.interface import interface
 from vkback.shader.prebuilt import Prebuilt
 from vkback.shader.shipped import Shipped
@@ -47,6 +49,10 @@ SLOW_TO_OPTIMIZE = (
 driver takes as long for its own part either way. It takes longer for other shaders (ROPE: 2.5 times), which are quick to optimize. Speed
 may suffer, and the last bits of sums may be others; so such sources pass over the modules that come with vkback, and all variants of one
 are compiled alike."""
+
+MATRICES = "GL_KHR_cooperative_matrix"
+"""The extension that only compilers of 2024 and later know: sources that name it get the system's. Their modules come with vkback, so that
+this matters to who changes them."""
 
 SourceKey = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source file and defines: what SPIR-V depends on of a variant."""
@@ -89,6 +95,13 @@ class ShaderLibrary:
     def compiler(self) -> Compiler | None:
         """What compiles, or None."""
         return find_compiler()
+
+    def compiler_of(self, text: str) -> Compiler:
+        """What compiles a source. Raises NoCompiler."""
+        compiler = self.compiler
+        if compiler is None:
+            raise NoCompiler(f"[shader] there is no GLSL compiler. {how_to_get('compiler')}")
+        return (system_compiler() if MATRICES in text else None) or compiler
 
     def expanded(self, variant: Variant) -> str:
         """The GLSL that the compiler gets."""
@@ -162,8 +175,7 @@ class ShaderLibrary:
         """Compile and keep, by as many compilers as there are processors; each variant as it is done, with its fault if it has one."""
         if not sources:
             return
-        compiler = self.compiler
-        if compiler is None:
+        if self.compiler is None:
             families = list(dict.fromkeys(variant.source.removesuffix(".comp") for variant, _ in sources))
             of = f" and {counted(len(families) - 1, 'other family', 'other families')}" if len(families) > 1 else ""
             how_many = f" ({len(sources)} kernels)" if len(sources) > 1 else ""
@@ -173,13 +185,13 @@ class ShaderLibrary:
             )
         threads = min(len(sources), self.compilers)
         batches: list[Sequence[tuple[Variant, Expanded]]] = []
-        for level in (True, False):
-            some = [s for s in sources if self._optimizes(s[0]) == level]
+        for level, matrices in product((True, False), repeat=2):
+            some = [s for s in sources if self._optimizes(s[0]) == level and (MATRICES in s[1].text) == matrices]
             # Without the optimizer all of them take less than another start.
             count = min(len(some), max(threads, ceil(len(some) / size))) if level else ceil(len(some) / LARGE_BATCH)
             batches += [some[i::count] for i in range(count)]
         with ThreadPoolExecutor(threads) as pool:
-            running = {pool.submit(self._compile_batch, compiler, batch): batch for batch in batches}
+            running = {pool.submit(self._compile_batch, batch): batch for batch in batches if batch}
             try:
                 for done in as_completed(running):
                     for (variant, source), spirv in zip(running[done], done.result(), strict=True):
@@ -188,17 +200,24 @@ class ShaderLibrary:
                             continue
                         self._ready[variant.source, variant.defines] = spirv
                         self.compiled.add((variant.source, variant.defines))
-                        file = self._folder(source) / f"{identity_key(compiler, self._optimizes(variant))}.spv"
+                        file = self._folder(source) / f"{identity_key(self.compiler_of(source.text), self._optimizes(variant))}.spv"
                         write_cache(file, hashlib.sha256(spirv).digest() + spirv)
                         yield variant, None
+                self._bound_cache()
             finally:  # nobody waits for the others, where this is left early
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _bound_cache(self) -> None:
+        """What was compiled has made the cache larger. Only vkback's own is bounded, not a folder that a caller has given."""
+        if self._cache == default_cache_dir() / "shaders":
+            bound()
 
     def _optimizes(self, variant: Variant) -> bool:
         return variant.source not in self._unoptimized
 
-    def _compile_batch(self, compiler: Compiler, batch: Sequence[tuple[Variant, Expanded]]) -> list[bytes | GlslError]:
-        """A batch of one level of optimization."""
+    def _compile_batch(self, batch: Sequence[tuple[Variant, Expanded]]) -> list[bytes | GlslError]:
+        """A batch of one level of optimization and for one compiler."""
+        compiler = self.compiler_of(batch[0][1].text)
         texts = [source.text for _, source in batch]
         return compiler.compile_batch(texts) if self._optimizes(batch[0][0]) else compiler.compile_batch(texts, optimize=False)
 
@@ -213,10 +232,11 @@ class ShaderLibrary:
             ready = self._shipped.module(variant, source.text)
         if ready is not None:
             return ready
-        compiler = self.compiler
         folder = self._folder(source)
-        named = [] if compiler is None else [folder / f"{identity_key(compiler, self._optimizes(variant))}.spv"]
-        files = sorted(folder.glob("*.spv")) if compiler is None else named
+        if self.compiler is None:
+            files = sorted(folder.glob("*.spv"))
+        else:
+            files = [folder / f"{identity_key(self.compiler_of(source.text), self._optimizes(variant))}.spv"]
         return next((found for f in files if (found := read_cached(f))), None)
 
 

@@ -63,11 +63,11 @@ def module_name(variant: Variant) -> str:
 
 def write(shaders: Path, variants: list[Variant], library: ShaderLibrary) -> None:
     """Compile variants and write them with their manifest; other modules of the folder are removed."""
-    compiler = library.compiler
     made = library.compile_many(variants)
     root = shaders / FOLDER
     root.mkdir(exist_ok=True)
     modules = []
+    text = ""
     for variant in sorted(variants, key=module_name):
         file = module_name(variant)
         (root / file).write_bytes(made[variant])
@@ -76,7 +76,7 @@ def write(shaders: Path, variants: list[Variant], library: ShaderLibrary) -> Non
     for old in root.glob("*.spv"):
         if old.name not in {m["file"] for m in modules}:
             old.unlink()
-    manifest = {"compiler": compiler.identity if compiler else "", "target": TARGET, "modules": modules}
+    manifest = {"compiler": library.compiler_of(text).identity, "target": TARGET, "modules": modules}
     (root / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

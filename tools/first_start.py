@@ -1,0 +1,99 @@
+"""Measures the first start of a wheel in a fresh virtual environment: rows of the table in docs/install.md.
+
+    python tools/first_start.py WHEEL [--python python3.12 ...] [--plain-numpy] [--no-compiler] [--user NAME] [--label TEXT]
+
+For each Python: pip installs the wheel and nothing else, then a model that comes with vkback writes a text, and one whose kernels do not
+ship (tiny-granitehybrid-Q8_0) writes another, both with an empty cache. Prints a row with the seconds of each; status 1 where one fails.
+
+--plain-numpy   numpy takes no code that it chooses by processor, as on one without AVX
+--no-compiler   PATH has no glslc; a libshaderc of the system is found all the same, so take it from a root without one
+--user          as this user (as root only)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+MODELS = ("demo-dense", "tiny-granitehybrid-Q8_0")
+
+
+class StartError(Exception):
+    """A step that failed, with the last lines that it said."""
+
+
+def run(argv: list[str], env: dict[str, str], user: str | None) -> float:
+    """Seconds that a command took."""
+    begun = time.monotonic()
+    done = subprocess.run(argv, env=env, user=user, cwd=env["HOME"], capture_output=True, text=True, encoding="utf-8", errors="replace")
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
+        raise StartError(f"{' '.join(argv[:4])} ended with {done.returncode}:\n{last}")
+    return time.monotonic() - begun
+
+
+def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
+    """A row: Python, compiler, numpy, seconds to install, to the first text, to that of a model whose kernels are compiled."""
+    with tempfile.TemporaryDirectory(prefix="vkback-") as name:
+        home = Path(name)
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+        env = kept | {"HOME": name, "VKBACK_CACHE": str(home / "cache")}
+        if args.no_compiler:
+            env["PATH"] = str(home / "programs")
+            (home / "programs").mkdir()
+            for program in ("env", "sh", "uname"):
+                (home / "programs" / program).symlink_to(shutil.which(program) or program)
+        if args.user:
+            shutil.chown(home, args.user)
+        said = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
+        install = run([python, "-m", "venv", str(home / "venv")], env, args.user)
+        folder = home / "venv" / ("Scripts" if sys.platform == "win32" else "bin")
+        install += run([str(folder / "pip"), "install", "--quiet", "--disable-pip-version-check", str(wheel)], env, args.user)
+        if args.plain_numpy:
+            names = "import numpy._core._multiarray_umath as m; print(*m.__cpu_dispatch__)"
+            env["NPY_DISABLE_CPU_FEATURES"] = subprocess.run(
+                [str(folder / "python"), "-c", names], capture_output=True, text=True, check=True
+            ).stdout.strip()
+        other = home / "other.gguf"
+        run([str(folder / "vkback"), "synth", MODELS[1], str(other)], env, args.user)
+        times = [
+            run([str(folder / "vkback"), "run", "-m", model, "-p", "It was", "-n", "8"], env, args.user)
+            for model in (MODELS[0], str(other))
+        ]
+        found = subprocess.run([str(folder / "vkback"), "devices", "--report"], env=env, capture_output=True, text=True).stdout
+        compiler = next((line.removeprefix("shader compiler ") for line in found.splitlines() if line.startswith("shader compiler ")), "?")
+    about = args.label or f"{platform.system()} {platform.machine()}"
+    extra = [*(["no AVX in numpy"] if args.plain_numpy else []), *([f"as {args.user}"] if args.user else [])]
+    name = "own" if "with vkback" in compiler else compiler.split("-")[0]
+    return f"| {', '.join([about, *extra])} | {said} | {name} | {install:.0f} | {times[0]:.1f} | {times[1]:.1f} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--python", action="append")
+    parser.add_argument("--plain-numpy", action="store_true")
+    parser.add_argument("--no-compiler", action="store_true")
+    parser.add_argument("--user")
+    parser.add_argument("--label")
+    args = parser.parse_args()
+    failed = 0
+    for python in args.python or [sys.executable]:
+        try:
+            print(measure(args.wheel.resolve(), python, args), flush=True)
+        except StartError as error:
+            print(f"{python}: {error}", file=sys.stderr)
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
