@@ -157,7 +157,8 @@ def test_sources_with_cooperative_matrices_go_to_the_systems_compiler(
     monkeypatch.setattr(library_module, "find_compiler", lambda: own)
     monkeypatch.setattr(library_module, "system_compiler", lambda: other)
     library = ShaderLibrary(shader_root(), tmp_path)
-    assert library.compiler_of("#extension GL_KHR_cooperative_matrix : require") is other
+    chosen: Any = library.compiler_of("#extension GL_KHR_cooperative_matrix : require")
+    assert chosen is other
     assert library.compiler_of(PLAIN) is own
 
 

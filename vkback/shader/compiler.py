@@ -23,8 +23,8 @@ from vkback.shader.wasm import ShadercModule
 LIBRARIES = ("libshaderc.so.1", "libshaderc_shared.so.1", "libshaderc_shared.so", "libshaderc_shared.dylib", "shaderc_shared.dll")
 TARGET = "vulkan1.2"
 VERIFIED = "shaderc 2023.2"
-"""The release whose kernels were measured; what comes with vkback is of it. Those of shaderc 2026 are as fast (H200, driver 580.159, a token
-of 8B Q4_K_S: 1426 us, 1427 by shaderc 2023; qwen3moe 30B: 1164 and 1189)."""
+"""The release whose kernels were measured; what comes with vkback is of it. Those of shaderc 2026 are as fast (H200, driver 580.159, a
+token of 8B Q4_K_S: 1426 us, 1427 by shaderc 2023; qwen3moe 30B: 1164 and 1189)."""
 TIMEOUT_S = 120
 """For one run of glslc; the largest shader takes a few seconds."""
 
