@@ -78,7 +78,7 @@ def test_where_the_optimizer_ends_the_shader_is_compiled_without_it(own: Shaderc
     """As where it finds no more memory."""
     import wasmtime
 
-    compile_one = own._compile
+    compile_one = own.compile_once
 
     def failing(make: Any, raw: bytes, optimize: bool) -> bytes:
         if optimize:
@@ -86,9 +86,9 @@ def test_where_the_optimizer_ends_the_shader_is_compiled_without_it(own: Shaderc
         return compile_one(make, raw, optimize)
 
     plain = own.compile_into_spirv(PLAIN, optimize=False)
-    monkeypatch.setattr(own, "_compile", failing)
+    monkeypatch.setattr(own, "compile_once", failing)
     assert own.compile_into_spirv(PLAIN) == plain
-    monkeypatch.setattr(own, "_compile", lambda make, raw, optimize: failing(make, raw, True))
+    monkeypatch.setattr(own, "compile_once", lambda make, raw, optimize: failing(make, raw, True))
     with pytest.raises(GlslError, match="the compiler failed: wasm trap"):
         own.compile_into_spirv(PLAIN)
 

@@ -156,12 +156,13 @@ class ShadercModule:
         # The optimizer ends where it finds no more memory: 4 GiB are all that there is in WebAssembly. Drivers optimize, too.
         for level in (True, False) if optimize else (False,):
             try:
-                return on_large_stack(lambda level=level: self._compile(make, source.encode(), level))  # type: ignore[misc]
+                return on_large_stack(lambda level=level: self.compile_once(make, source.encode(), level))  # type: ignore[misc]
             except (wasmtime.Trap, wasmtime.WasmtimeError) as e:
                 fault = str(e).strip().splitlines()[-1].strip()
         raise GlslError(f"shader: error: the compiler failed: {fault}")
 
-    def _compile(self, make: Callable[[], Instance], raw: bytes, optimize: bool) -> bytes:
+    def compile_once(self, make: Callable[[], Instance], raw: bytes, optimize: bool) -> bytes:
+        """In the thread that calls, whatever its stack. Raises GlslError, and what wasmtime raises where the compiler fails."""
         with self._instance(make) as instance:
             at = instance.call("reserve", len(raw))
             instance.memory.write(instance.store, raw, at)
