@@ -158,13 +158,13 @@ def test_unoptimized_kernels_are_cached_apart(root: Path, tmp_path: Path, monkey
 @pytest.mark.parametrize("processor", ["this processor", "any processor"])
 @pytest.mark.parametrize("command", [["run", "-p", "It was", "-n", "2"], ["bench", "tg4", "pp16", "-r", "1"]], ids=lambda c: c[0])
 def test_a_first_start_without_a_compiler(command: list[str], processor: str, tmp_path: Path) -> None:
-    """In a process that finds neither libshaderc nor glslc and has an empty cache."""
+    """In a process that has no compiler, not even the one that comes with vkback, and an empty cache."""
     if stale := prebuilt.stale_ordinary(shader_root()):
         pytest.skip(f"{len(stale)} of {len(shipped_variants(shader_root()))} ordinary modules are stale: make prebuilt-ordinary")
     arguments = [*command[command[0] == "bench" :], "--device", "llvmpipe", "-m", str(builtin_model("demo-dense"))]
     program = (
         "import sys\n"
-        "import vkback.shader.compiler as c; c.LIBRARIES = (); c.ctypes.util.find_library = lambda name: None\n"
+        "import vkback.shader.compiler as c; c.LIBRARIES = (); c.own_compiler = lambda: None; c.ctypes.util.find_library = lambda name: None\n"
         "from vkback.cli import vkbench, main\n"
         f"sys.argv = ['vkback', *{arguments!r}]\n"
         f"{'vkbench' if command[0] == 'bench' else 'main'}.main()\n"

@@ -312,7 +312,7 @@ def test_without_a_compiler_the_cache_serves_and_the_rest_says_what_to_install(
     monkeypatch.setattr(library_module, "find_compiler", lambda: None)
     bare = ShaderLibrary(root, tmp_path / "cache")
     assert bare.spirv(Variant("copy.comp")) == spirv
-    said = r"^\[shader\] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install glslc"
+    said = r"^\[shader\] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install wasmtime with pip"
     with pytest.raises(NoCompiler, match=said):
         bare.spirv(Variant("copy.comp", (("SCALE", 9),)))
 
@@ -352,7 +352,7 @@ def test_each_compiler_reports_faults_by_line(kind: str) -> None:
 
 def test_no_compiler_anywhere_in_a_real_process(root: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path\n"
+        "import sys; from pathlib import Path; sys.modules['wasmtime'] = None\n"
         "import vkback.shader.compiler as c; c.LIBRARIES = (); c.ctypes.util.find_library = lambda name: None\n"
         "from vkback.shader import ShaderLibrary, Variant, NoCompiler\n"
         "try: ShaderLibrary(Path(sys.argv[1]), Path(sys.argv[2])).spirv(Variant('copy.comp'))\n"
@@ -361,5 +361,7 @@ def test_no_compiler_anywhere_in_a_real_process(root: Path, tmp_path: Path) -> N
     env = os.environ | {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", program, str(root), str(tmp_path / "empty")]
     ran = run_program(command, env=env)
-    said = "[shader] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler. Install glslc"
+    said = (
+        "[shader] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler. Install wasmtime with pip"
+    )
     assert ran.stdout.startswith(said), ran.stderr
