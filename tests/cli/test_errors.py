@@ -155,7 +155,7 @@ def test_no_driver() -> None:
 @pytest.mark.vulkan
 def test_no_compiler_and_an_empty_cache(tmp_path: Path) -> None:
     hidden = (
-        "import vkback.shader.compiler as c; c.LIBRARIES = (); c.own_compiler = lambda: None; c.ctypes.util.find_library = lambda name: None\n"
+        "import vkback.shader.compiler as c; c.LIBRARIES, c.own_compiler = (), lambda: None; c.ctypes.util.find_library = lambda n: None\n"
         "import vkback.shader.library as l; l.Shipped = lambda root: None"
     )
     said = in_a_process(*run(DENSE), before=hidden, PATH=str(tmp_path), VKBACK_CACHE=str(tmp_path / "cache"))

@@ -164,7 +164,7 @@ def test_a_first_start_without_a_compiler(command: list[str], processor: str, tm
     arguments = [*command[command[0] == "bench" :], "--device", "llvmpipe", "-m", str(builtin_model("demo-dense"))]
     program = (
         "import sys\n"
-        "import vkback.shader.compiler as c; c.LIBRARIES = (); c.own_compiler = lambda: None; c.ctypes.util.find_library = lambda name: None\n"
+        "import vkback.shader.compiler as c; c.LIBRARIES, c.own_compiler = (), lambda: None; c.ctypes.util.find_library = lambda n: None\n"
         "from vkback.cli import vkbench, main\n"
         f"sys.argv = ['vkback', *{arguments!r}]\n"
         f"{'vkbench' if command[0] == 'bench' else 'main'}.main()\n"

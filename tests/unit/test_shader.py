@@ -312,7 +312,7 @@ def test_without_a_compiler_the_cache_serves_and_the_rest_says_what_to_install(
     monkeypatch.setattr(library_module, "find_compiler", lambda: None)
     bare = ShaderLibrary(root, tmp_path / "cache")
     assert bare.spirv(Variant("copy.comp")) == spirv
-    said = r"^\[shader\] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install wasmtime with pip"
+    said = r"^\[shader\] copy does not come with vkback as SPIR-V, is not in the cache, and there is no GLSL compiler\. Install wasmtime"
     with pytest.raises(NoCompiler, match=said):
         bare.spirv(Variant("copy.comp", (("SCALE", 9),)))
 
