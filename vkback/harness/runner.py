@@ -136,7 +136,15 @@ def scheduled(problem: Problem, ctx: LowerContext, nodes: Sequence[Node] = ()) -
     stages = into_stages([d for n in nodes or problem.parts or (problem.node,) for d in OPS[n.op].lower(n, ctx)])
     schedule = Schedule([stage[::-1] for stage in stages])
     check_bound(schedule.dispatches(), ctx)
-    return _barrier_free(schedule, ctx) if ctx.sync == "sentinel" else schedule
+    if ctx.sync != "sentinel":
+        return schedule
+    # A number that no kernel of a barrier-free stage stores: what holds it has been complete for long.
+    older = frozenset(name for name, values in problem.values.items() if _holds_sentinel(values))
+    return _barrier_free(schedule, ctx, older)
+
+
+def _holds_sentinel(values: Array) -> bool:
+    return values.dtype.itemsize == 4 and bool(np.any(np.ascontiguousarray(values).view(np.uint32) == SENTINEL))
 
 
 def coarse_weights(problem: Problem) -> frozenset[str]:
@@ -186,10 +194,19 @@ def check_bound(dispatches: Iterable[Dispatch], ctx: LowerContext) -> None:
                 raise PlanError(f"[{d.op}] {t} takes {nbytes(t)} bytes, the device binds at most {most} (maxStorageBufferRange)")
 
 
-def _barrier_free(schedule: Schedule, ctx: LowerContext) -> Schedule:
-    """The schedule with kernels as they are in barrier-free stages, and partial results that begin as SENTINEL. Barriers stay."""
-    room = ctx.caps.max_storage_bindings
-    stages = [[synchronized(d, True) if d.waits and len(d.args) < room else d for d in stage] for stage in schedule.stages]
+def _barrier_free(schedule: Schedule, ctx: LowerContext, older: frozenset[str]) -> Schedule:
+    """The schedule with kernels as they are in barrier-free stages, and partial results that begin as SENTINEL. Barriers stay.
+
+    older  inputs that are not spun on where the kernel need not
+    """
+
+    def waiting(d: Dispatch) -> Dispatch:
+        if not d.waits or len(d.args) >= ctx.caps.max_storage_bindings:
+            return d
+        parts = tuple(name for name in d.waits.also_part if name not in older)
+        return synchronized(replace(d, waits=replace(d.waits, also_part=parts)), True)
+
+    stages = [[waiting(d) for d in stage] for stage in schedule.stages]
     own = frozenset(name for stage in stages for d in stage if d.waits for name in d.waits.own)
     return replace(schedule, stages=stages, sentinel_tensors=own)
 

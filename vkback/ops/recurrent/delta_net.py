@@ -335,8 +335,10 @@ class ConvDeltaNet(_DeltaNet):
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if node.outputs[0].type == "Q8_1":
-            # As of SWIGLU: the product of two values has wider tails than either.
-            return Tolerance(3e-4, 0.1, Q8_1_TOLERANCE.reason)
+            # As of SWIGLU: the product of two values has wider tails than either. A value is off by half a step at most, 1/254 of the
+            # largest of its unit: a normed value of a head of 256 is 16 rms at most, and what it is multiplied by has its own tail. 34 rms
+            # were seen.
+            return Tolerance(3e-4, 0.2, Q8_1_TOLERANCE.reason)
         return super().tolerance(node, ctx)
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
