@@ -101,8 +101,8 @@ print(vkback.devices()[0].name.upper())
 """
 
 WRONG = {
-    'model.stream("x", max_new_tokens=8)': 'Unexpected keyword argument "max_new_tokens"',
-    'model.stream("x", max_tokens="8")': 'Argument "max_tokens" to "stream"',
+    'model.session().stream("x", max_new_tokens=8)': 'Unexpected keyword argument "max_new_tokens"',
+    'model.session().stream("x", max_tokens="8")': 'Argument "max_tokens" to "stream"',
     'vkback.load(act="f64")': 'Argument "act" to "load"',
     "vkback.lod()": 'Module has no attribute "lod"',
     "vkback.Device().tensor([1.0]).nunpy()": '"DeviceTensor" has no attribute "nunpy"',
