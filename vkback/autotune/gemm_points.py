@@ -54,7 +54,8 @@ class GemmPoint(FamilyPoint, family="gemm"):
             return "gemv"
         subnormals = ", by subnormals" if self.subnormals else ""
         if self.kernel == "coop_reg":
-            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row{subnormals}"
+            x_shared = ", x in shared memory" if self.x_shared else ""
+            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row{x_shared}{subnormals}"
         if self.kernel != "coop_mat":
             return f"{self.kernel} {self.tile_n} columns" + (f", {self.rows} rows" if self.kernel == "f32" else "")
         parts = f", {self.split_k} parts" if self.split_k > 1 else ""
@@ -313,6 +314,7 @@ def neighbours(point: GemmPoint, caps: Capabilities) -> Iterator[GemmPoint]:
         yield from (point._replace(rows=rows) for rows in listed["rows"])
     if point.kernel == "coop_reg" and not caps.software:
         yield point._replace(subnormals=not point.subnormals)
+        yield point._replace(x_shared=not point.x_shared)
         for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), listed["slice_k"]):
             yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
     if point.kernel != "coop_mat":
