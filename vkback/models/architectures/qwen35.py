@@ -86,7 +86,8 @@ class Qwen35(Architecture):
     def __init__(self, f: GgufFile) -> None:
         super().__init__(f)
         m, n_blocks = self.metadata, self.hp.n_layer
-        m.sections(SECTIONS, self.hp.rope.n_dims // 2)
+        if SECTIONS in self.keys:
+            m.sections(SECTIONS, self.hp.rope.n_dims // 2)
         self.without_mtp_blocks(m.count(MTP, 0, least=0))
         self.recurs = recurrent_layers(m, self.hp.n_layer, n_blocks)
         self.sizes_of_delta_net = delta_net_sizes(m, tiled=self.tiled)
