@@ -452,7 +452,11 @@ REFUSED = [
         rope__dimension_sections=[8, 6, 5, 0],
     ),
     keys("mistral4", r"temperature_length is 0, expected at least 1", rope__scaling__original_context_length=None),
-    ("mistral4", {"without": ["blk.1.ffn_gate_up_exps.weight"]}, r"tensor blk\.1\.ffn_gate_exps\.weight is missing"),
+    (
+        "mistral4",
+        {"without": ["blk.1.ffn_gate_up_exps.weight"]},
+        r"tensor blk\.1\.ffn_gate_up_exps\.weight is missing, and so are ffn_gate_exps\.weight and ffn_up_exps\.weight in its place",
+    ),
     keys("llama4", r"expert_used_count is 2, expected 1: the weight of an expert is in what it reads", expert_used_count=2),
     *lacking("llama4", "blk.1.ffn_down_shexp.weight", "blk.0.ffn_gate.weight"),
     *lacking("mistral4", "blk.1.ffn_up_shexp.weight"),
