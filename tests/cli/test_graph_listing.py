@@ -198,7 +198,7 @@ def test_every_op_of_a_model_has_a_rule_of_costs(tmp_path: Path) -> None:
     """And so has what fusion makes of them; ops beside any model's graph may do without."""
     used = {"LINEAR", "ATTN_DECODE", "QKV_ROPE_SET_ROWS", "RMS_NORM_MUL", "ADD_RMS_NORM_MUL", "MOE_ROUTER", "QUANTIZE_Q8_1", "ROPE_ANGLES"}
     for shape in ALL_TINY:
-        model = outline(f"{shape}-Q8_0", tmp_path, layers=2)
+        model = outline(f"{shape}-Q8_0", tmp_path)
         graph = model.graph(2, 64, head="last") if model.architecture.causal else model.text_graph(2, 64, model.text_kinds()[-1])
         used |= {node.op for form in (graph, elementary(graph, 32)) for node in form.nodes} - {"VIEW"}
     for name in used:
