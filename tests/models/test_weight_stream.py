@@ -322,13 +322,14 @@ def test_a_device_lost_in_a_load_is_said_and_can_be_closed(dense: Model, monkeyp
 
 def test_a_gpu_gets_the_kernels_of_decode_while_weights_come() -> None:
     asked: list[Sampler] = []
-    for software, text in product((True, False), (True, False)):
+    for software, text, causal in product((True, False), repeat=3):
         caps = SimpleNamespace(software=software)
-        engine = SimpleNamespace(device=SimpleNamespace(caps=caps), model=SimpleNamespace(has_text=text))
+        model = SimpleNamespace(has_text=text, architecture=SimpleNamespace(causal=causal))
+        engine = SimpleNamespace(device=SimpleNamespace(caps=caps), model=model)
         engine.compile = lambda sampler: asked.append(sampler)
         asked.clear()
         _compile_ahead(cast(Engine, engine))
-        assert [sampler.greedy for sampler in asked] == ([False] if text and not software else [])
+        assert [sampler.greedy for sampler in asked] == ([False] if text and causal and not software else [])
 
 
 def test_who_repacks() -> None:
