@@ -130,7 +130,8 @@ def test_fused_matches_the_chain_on_the_device(case: Case, device: Device, libra
         np.testing.assert_array_equal(got[name], stored[name])
     if {cache_k.type, cache_v.type} != {"F16"}:
         return
-    attend = Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos), (out,), {"scale": p["scale"]})
+    scores = {key: p[key] for key in ("scale", "window", "chunked", "softcap") if key in p}
+    attend = Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos), (out,), scores)
     chained = run_problem(device, library, Problem(attend, {**stored, "pos": fused.values["pos"]}), ctx)[out.name]
     step = float(np.abs(chained).max()) / 127 if out.type == "Q8_1" else 0.0
     np.testing.assert_allclose(got[out.name], chained, rtol=0, atol=max(1.01 * step, 2e-6 * float(np.abs(chained).max())))
