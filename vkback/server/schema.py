@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
 from vkback.api import GenerateOptions, ModelError
@@ -521,7 +522,7 @@ def _place(kind: type[BaseModel], error: ErrorDetails) -> Place:
     for part in error["loc"]:
         if model is None:
             break  # within a value that is reported whole
-        field = next((f for name, f in model.model_fields.items() if part == (f.alias or name)), None)
+        field = _fields(model).get(part)
         if field is not None:
             path.append(part)
             expected = field.description or "nothing"
@@ -529,6 +530,11 @@ def _place(kind: type[BaseModel], error: ErrorDetails) -> Place:
         elif isinstance(part, int) or (error["type"] == "extra_forbidden" and part == error["loc"][-1]):
             path.append(part)
     return path, expected, error
+
+
+def _fields(model: type[BaseModel]) -> dict[str | int, FieldInfo]:
+    """Those of an object, by the names that they have in JSON."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -541,7 +547,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _said(kind: type[BaseModel], expected: str, error: ErrorDetails, body: Any, path: Sequence[str | int]) -> str:
     if error["type"] == "extra_forbidden":
-        near = did_you_mean(str(path[-1]), kind.model_fields) if len(path) == 1 else ""
+        near = did_you_mean(str(path[-1]), map(str, _fields(kind))) if len(path) == 1 else ""
         return f"is no field of this endpoint{near and '.' + near}"
     if error["type"] == "missing":
         return f"is missing; expected {expected}"
