@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vkback.cli import vkbench
+from vkback.cli import vkbench, vkbench_spec
 from vkback.device import Device
 
 
@@ -52,3 +52,13 @@ def test_made_acceptance_is_as_asked(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (rows["2 tokens a step"]["steps"], rows["2 tokens a step"]["accepted"]) == (16, 16)
     assert rows["all drafts right"]["steps"] == rows["a draft is right at 1"]["steps"] == 8
     assert all(row["t_s"][0] > 0 and row["base_t_s"][0] > 0 for row in rows.values())
+
+
+@pytest.mark.vulkan
+def test_json_is_the_same_by_either_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], device: Device) -> None:
+    row = vkbench_spec.SpecResult("copy", 4, 32, (2.0,), (1.0,), 8, 24, 24)
+    monkeypatch.setattr(vkbench_spec.Bench, "rows", lambda self, *_: iter([row]))
+    for option in ("--json", "-o json"):
+        assert call(monkeypatch, f"-m demo-dense --task none -n 32 -dev {device.index} {option}") == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert (found["test"], found["t_s"], found["accepted"]) == ("copy", [2.0], 24)

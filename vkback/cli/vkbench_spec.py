@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vkback.cli.bench_output import AsJsonOption
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
@@ -130,6 +131,7 @@ def spec(
     temp: Annotated[float, typer.Option("--temp", min=0.0, help="Temperature of the tasks.")] = 0.0,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each text is made; the fastest counts.")] = 3,
     output: Annotated[str, typer.Option("-o", "--output", help=f"On stdout: {', '.join(FORMATS)}.")] = "md",
+    as_json: AsJsonOption = False,
     device: DeviceOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
@@ -139,7 +141,7 @@ def spec(
 ) -> None:
     """Measure drafts: each kind of task with and without, then steps of each class at made acceptance. Drafts are then made right or wrong
     by a first run of the same text, so that models with random weights do as well as others."""
-    one_of(output, FORMATS, "-o")
+    form = "json" if as_json else one_of(output, FORMATS, "-o")
     if wrong := [t for t in (tasks or "none").split(",") if t not in (*TASKS, "none")]:
         raise UsageError(f"--task {wrong[0]}: expected {', '.join(TASKS)} or none")
     widths = parse_values(columns or ["4", "8", "16"], "--columns")
@@ -160,7 +162,7 @@ def spec(
     )
     found: list[SpecResult] = []
     with load_model(model_path(model), device, how) as loaded:
-        if output == "md":
+        if form == "md":
             print(f"{loaded.engine.device.caps.summary_line()}\n{loaded.description}, {n} tokens of each text\n")
             print("| test | columns | t/s | plain t/s | gain | tokens a step | drafts | accepted |")
             print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -170,13 +172,13 @@ def spec(
             raise UsageError(f"--task {tasks}: {loaded.name} has no vocabulary; made acceptance needs none")
         for row in bench.rows([t for t in chosen if t != "none"], temp, prompt, widths, lengths, accept or []):
             found.append(row)
-            if output == "md":
+            if form == "md":
                 print(
                     f"| {row.test} | {row.columns or 'as pays'} | {row.rate:.2f} | {row.base:.2f} | {row.gain:.3f} | "
                     f"{row.tokens_per_step:.2f} | {row.drafted} | {row.accepted} |",
                     flush=True,
                 )
-    if output == "json":
+    if form == "json":
         print(json.dumps([asdict(row) for row in found], indent=1))
 
 
