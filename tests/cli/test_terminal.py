@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "compare-bench": (("BEFORE", "AFTER"),),
     "history": (("STORE",),),
     "doctor": (SMALL,),
+    "cache": ((), ("--part", "pipelines")),
     "explain": ((CASE, *H200), (CASE, *H200, "-v", "--sync", "sentinel")),
     "kernels": (),
     "tune": (),
@@ -54,6 +55,7 @@ DOCUMENTED = re.compile(
     r"|^ +\d+ [A-Z_]+ "  # a node a line
     r"|^vkback: \d+ = "  # a device
     r"|^  [A-Z][A-Z0-9_]+\(.*\): "  # a case, to be pasted
+    r"|^\S+(, kept under|: your own tuning tables)"  # a folder of the user's, however deep
 )
 """Lines whose form others have given, wider than a terminal where that is."""
 
@@ -112,7 +114,7 @@ def test_what_commands_print_fits_and_has_no_colour(files: dict[str, str], monke
 @pytest.mark.vulkan
 def test_json_is_all_there_is_on_stdout(files: dict[str, str]) -> None:
     runner = CliRunner()
-    for name in ("run", "perplexity", "embed", "test-ops", "doctor", "explain"):  # tests of their own read what the others print
+    for name in ("run", "perplexity", "embed", "test-ops", "doctor", "cache", "explain"):  # tests of their own read what the others print
         ran = runner.invoke(main.app, [name, *(files.get(a, a) for a in RUNS[name][0]), "--json"])
         assert ran.exit_code == 0, (name, ran.output, ran.exception)
         found = json.loads(ran.stdout)
@@ -126,6 +128,7 @@ FIELDS = {
     "embed": {"object", "model", "data"},
     "test-ops": {"op_name", "op_params", "passed", "nmse", "tolerance_nmse"},
     "doctor": {"ran", "failures", "switches", "cures", "verdict", "device", "driver"},
+    "cache": {"folder", "limit_bytes", "parts", "tuning"},
     "explain": {"case", "device", "choices", "dispatches"},
 }
 """Some of what is in the JSON of each."""
