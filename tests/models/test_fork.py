@@ -69,7 +69,7 @@ def test_a_forked_process_is_told_and_ends(then: str, tmp_path: Path) -> None:
     assert more == ([True] if then == "anew" else [])
     for name, text in said.items():
         if name.startswith("close"):
-            assert text == "", "what is closed is the other process's"
+            assert text == "", f"{name}: what is closed is the other process's"
         else:
             assert "was forked" in text and "Open the device and load the model in this process" in text, name
     assert list(tmp_path.iterdir()) == []

@@ -196,6 +196,8 @@ class EngineText:
         await asyncio.to_thread(self.finish)
 
     def close(self) -> None:
+        if self._engine.device.forked:  # what is in flight is the other process's
+            self._out.end("closed")
         if not self.ended:
             with suppress(ModelError), self._using(True):  # of a model that is closed nothing is left to end
                 self.cut_off()
