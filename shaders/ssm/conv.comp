@@ -5,7 +5,7 @@
 //   x      F32 [n, stride]: the input is channels p.offset .. p.offset + p.channels of each row
 //   w      F32 [channels, TAPS]; [BIAS: bias F32 [channels]]
 //   pos    I32 [n]; -1: padding, which is at the end and gives zeros
-//   state  F32 [TAPS, channels] (ssm/taps.glsl)
+//   state  F32 [RING, channels] (ssm/taps.glsl)
 //   y      F32 [n, channels] (STORE 0)
 //
 // STORE 0: thread (x, y) computes channel x of token y. STORE 1 runs in a later stage, because the first tokens of other workgroups still need
@@ -49,7 +49,7 @@ void main() {
         else end = middle;
     }
     const uint last = gl_WorkGroupID.y;
-    if (last < real) CONV_ROW(uint(pos[real - 1u - last]) % TAPS, c) = CONV_X(real - 1u - last, c);
+    if (last < real) CONV_ROW(uint(pos[real - 1u - last]) % RING, c) = CONV_X(real - 1u - last, c);
 #else
     const uint t = gl_WorkGroupID.y;
     const int at = pos[t];

@@ -14,9 +14,10 @@
 //   CONV 1:   w F32 [CHANNELS, TAPS]
 //   a, dt_bias  F32 [N_HEAD];  CONV 1: norm F32 [DIM]
 //   pos       I32 [n]; -1: padding, which is at the end, gives zeros and does not change the states
-//   state     F32 [2, N_HEAD, DIM, KEY]: slot p & 1 holds the state after the token at position p. A batch whose first position is 0 starts
-//             from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice
-//   CONV 1:   conv F32 [TAPS, CHANNELS] (ssm/taps.glsl)
+//   state     F32 [SLOTS, N_HEAD, DIM, KEY]: slot p % SLOTS holds the state after the token at position p. A batch whose first position is
+//             0 starts from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice.
+//             KEEP 1: the state after each token is stored, not the last one alone, so that a batch can end at any of its tokens afterwards
+//   CONV 1:   conv F32 [RING, CHANNELS] (ssm/taps.glsl)
 //   y         F32 [n, N_HEAD * DIM], or Q8_1 (OUT_Q8_1, CONV 1)
 //   BIND_SLOTS  slots I32 [n] (CONV 1): each token is of a sequence of its own, whose states are number slots[t] of state and conv, which
 //             then have one more axis in front; workgroups along z take the tokens
@@ -28,6 +29,13 @@
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
 #include "common/sentinel.glsl"
+
+#ifndef SLOTS
+#define SLOTS 2
+#endif
+#ifndef KEEP
+#define KEEP 0
+#endif
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -95,7 +103,7 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #endif
 
 #define CONV_X(token, c) qkv[(TOKEN0 + (token)) * WIDTH + (c)]
-#define CONV_ROW(row, c) conv[(SEQUENCE * TAPS + (row)) * CHANNELS + (c)]
+#define CONV_ROW(row, c) conv[(SEQUENCE * RING + (row)) * CHANNELS + (c)]
 #include "ssm/softplus.glsl"
 #include "ssm/taps.glsl"
 
@@ -159,14 +167,21 @@ void main() {
     const int first = pos[TOKEN0];
     int last = -1;
     const uint slot = N_HEAD * DIM * QUADS;
-    const uint head_at = SEQUENCE * 2u * slot + head * DIM * QUADS;
+    const uint head_at = SEQUENCE * SLOTS * slot + head * DIM * QUADS;
     vec4 state[PER_THREAD][EACH];
     [[unroll]] for (uint j = 0; j < PER_THREAD; j++) {
         const uint row = min(row0 + first_row + j, DIM - 1u);
         [[unroll]] for (uint i = 0; i < EACH; i++) {
             const uint quad = i * LANES + lane;
-            state[j][i] = first > 0 && quad < QUADS ? states[uint((first - 1) & 1) * slot + head_at + row * QUADS + quad] : vec4(0.0);
+            state[j][i] = first > 0 && quad < QUADS ? states[uint(first - 1) % SLOTS * slot + head_at + row * QUADS + quad] : vec4(0.0);
         }
+    }
+
+// What lies here of a row of the state, which is that after the token at a position.
+#define STORE_ROW(row, j, position)                                                                                                  \
+    [[unroll]] for (uint i = 0; i < EACH; i++) {                                                                                     \
+        const uint quad = i * LANES + lane;                                                                                          \
+        if (QUADS % LANES == 0 || quad < QUADS) states[uint(position) % SLOTS * slot + head_at + (row) * QUADS + quad] = state[j][i]; \
     }
 
 #if CONV
@@ -188,7 +203,7 @@ void main() {
             store_tile(0u, i, silu(sum));
             // No tap of this token reads the row of the ring that is written here. q and k are stored once for their group.
             const bool owner = i < 2 * KEY ? OWNS_GROUP(head) : i - 2 * KEY < DIM;
-            if (first >= 0 && owner) CONV_ROW(uint(first) % TAPS, c) = x;
+            if (first >= 0 && owner) CONV_ROW(uint(first) % RING, c) = x;
         }
 #else
         for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
@@ -247,6 +262,9 @@ void main() {
                 }
                 const float made = position >= 0 ? q_unit * fma(update, squares.z, seen) : 0.0;
                 const uint row = row0 + first_row + j;
+#if KEEP
+                if (row < DIM && position >= 0) STORE_ROW(row, j, position);
+#endif
 #if CONV
                 if (lane == 0u && row < DIM) head_y[row] = made;
 #else
@@ -256,13 +274,12 @@ void main() {
         }
     }
 
+#if !KEEP
     if (last >= 0) [[unroll]] for (uint j = 0; j < PER_THREAD; j++) {
         const uint row = row0 + first_row + j;
-        [[unroll]] for (uint i = 0; i < EACH; i++) {
-            const uint quad = i * LANES + lane;
-            if (row < DIM && quad < QUADS) states[uint(last & 1) * slot + head_at + row * QUADS + quad] = state[j][i];
-        }
+        if (row < DIM) STORE_ROW(row, j, last);
     }
+#endif
 
 #if CONV
     // The gated norm of the head.

@@ -11,9 +11,10 @@
 //   CONV 0:   xbc F32 [n, CHANNELS], the convolution's output;  CONV 1: w F32 [CHANNELS, TAPS], [BIAS: bias F32 [CHANNELS]]
 //   a, d, dt_bias  F32 [N_HEAD]
 //   pos       I32 [n]; -1: padding, which is at the end, gives zeros and does not change the states
-//   state     F32 [2, N_HEAD, HEAD_DIM, STATE]: slot p & 1 holds the state after the token at position p. A batch whose first position is 0
-//             starts from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice
-//   CONV 1:   conv F32 [TAPS, CHANNELS] (ssm/taps.glsl)
+//   state     F32 [SLOTS, N_HEAD, HEAD_DIM, STATE]: slot p % SLOTS holds the state after the token at position p. A batch whose first position
+//             is 0 starts from zeros. The slot that was read is not overwritten, so a token that runs twice gives the same result twice.
+//             KEEP 1: the state after each token is stored, not the last one alone, so that the text can go on from any of them
+//   CONV 1:   conv F32 [RING, CHANNELS] (ssm/taps.glsl)
 //   y         F32 [n, N_HEAD * HEAD_DIM]
 //   BIND_SLOTS  slots I32 [n] (CONV 1): each token is of a sequence of its own, whose states are number slots[t] of state and conv, which
 //             then have one more axis in front; workgroups along z take the tokens
@@ -24,6 +25,13 @@
 #define REDUCE_GROUPS 1
 #include "common/reduce.glsl"
 #include "common/sentinel.glsl"
+
+#ifndef SLOTS
+#define SLOTS 2
+#endif
+#ifndef KEEP
+#define KEEP 0
+#endif
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -70,7 +78,7 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #endif
 
 #define CONV_X(token, c) zx[(TOKEN0 + (token)) * p.stride + INNER + (c)]
-#define CONV_ROW(row, c) conv[(SEQUENCE * TAPS + (row)) * CHANNELS + (c)]
+#define CONV_ROW(row, c) conv[(SEQUENCE * RING + (row)) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
 #include "ssm/softplus.glsl"
@@ -106,11 +114,18 @@ void main() {
     const int first = pos[TOKEN0];
     int last = -1;
     const uint slot = N_HEAD * HEAD_DIM * QUADS;
-    const uint at = SEQUENCE * 2u * slot + (head * HEAD_DIM + min(row, HEAD_DIM - 1u)) * QUADS;
+    const uint at = SEQUENCE * SLOTS * slot + (head * HEAD_DIM + min(row, HEAD_DIM - 1u)) * QUADS;
     vec4 state[EACH];
     [[unroll]] for (uint i = 0; i < EACH; i++) {
         const uint q = i * LANES + lane;
-        state[i] = first > 0 && q < QUADS ? states[uint((first - 1) & 1) * slot + at + q] : vec4(0.0);
+        state[i] = first > 0 && q < QUADS ? states[uint(first - 1) % SLOTS * slot + at + q] : vec4(0.0);
+    }
+
+// The state after the token at a position.
+#define STORE_STATE(position)                                                                                            \
+    [[unroll]] for (uint i = 0; i < EACH; i++) {                                                                          \
+        const uint q = i * LANES + lane;                                                                                  \
+        if (QUADS % LANES == 0 || q < QUADS) states[uint(position) % SLOTS * slot + at + q] = state[i];                   \
     }
 
     for (uint t0 = 0u; t0 < TOKENS; t0 += TILE) {
@@ -131,7 +146,7 @@ void main() {
             store_tile(0u, i, silu(sum));
             // No tap of this token reads the row of the ring that is written here. B and C are stored once for their group.
             const bool owner = i < ROWS ? row0 + i < HEAD_DIM : row0 == 0u && head % (N_HEAD / N_GROUP) == 0u;
-            if (first >= 0 && owner) CONV_ROW(uint(first) % TAPS, c) = x;
+            if (first >= 0 && owner) CONV_ROW(uint(first) % RING, c) = x;
         }
 #else
         for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
@@ -160,6 +175,9 @@ void main() {
             }
             const float total = group_sum((sum.x + sum.y) + (sum.z + sum.w), LANES);
             last = max(last, pos[TOKEN0 + t0 + t]);
+#if KEEP
+            if (valid && pos[t0 + t] >= 0) STORE_STATE(pos[t0 + t]);
+#endif
             if (lane == 0u && valid) {
                 float z;
                 SPIN_UNTIL(z = zx[(TOKEN0 + t0 + t) * p.stride + y_at], arrived(z));
@@ -168,9 +186,7 @@ void main() {
         }
     }
 
-    if (last >= 0 && valid)
-        [[unroll]] for (uint i = 0; i < EACH; i++) {
-            const uint q = i * LANES + lane;
-            if (q < QUADS) states[uint(last & 1) * slot + at + q] = state[i];
-        }
+#if !KEEP
+    if (last >= 0 && valid) STORE_STATE(last);
+#endif
 }

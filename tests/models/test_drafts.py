@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from vkback.api import GenerateOptions
 from vkback.checks import OptionError
 from vkback.device import Device
 from vkback.engine.draft_model import ROOM, check_draft_model
-from vkback.engine.drafts import ENOUGH, DraftError, Drafts, Pace, StepTimes
+from vkback.engine.drafts import ENOUGH, DraftError, Drafts, Pace, StepTimes, kept_slots
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
@@ -25,7 +26,7 @@ from vkback.models.synth import synthesize
 from vkback.ops.sampling.sample import noise
 from vkback.paths import builtin_model
 
-OF_A_KIND = ("tiny-llama", "tiny-deepseek2", "tiny-gpt-oss", "tiny-gemma3", "tiny-qwen3moe", "tiny-mamba2")
+OF_A_KIND = ("tiny-llama", "tiny-deepseek2", "tiny-gpt-oss", "tiny-gemma3", "tiny-qwen3moe", "tiny-mamba2", "tiny-qwen35")
 """Attention of each kind, experts, and recurrent states; the others cross these."""
 
 N_CTX = 128
@@ -280,6 +281,50 @@ def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, d
         LoadOptions(spec_type="draft-simple")
 
 
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shape", ["tiny-mamba2", "tiny-qwen35"])
+def test_recurrent_states_go_back(shape: str, tmp_path: Path, device: Device) -> None:
+    """Whatever was drafted, after a text that was left within a step, and after steps that were measured."""
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.open(path, device, LoadOptions(ctx=N_CTX, spec_pinned=8)) as engine:
+        vocab = engine.model.hp.n_vocab
+        for name in ("greedy", "filters", "penalties of all"):
+            sampler = SAMPLERS[name]
+            text = made(engine, PROMPT, sampler, Drafts(pinned=8, known=(-1,)))
+            for kind, known in drafts_about(PROMPT, text, vocab).items():
+                assert made(engine, PROMPT, sampler, Drafts(pinned=8, known=known)) == text, (name, kind)
+            engine.reset()
+            engine.prompt(PROMPT[:-1])
+            right = tuple([*PROMPT, *text])
+            begun = engine.generate(PROMPT[-1], N, sampler=sampler, stop_at_eos=False, drafts=Drafts(pinned=8, known=right))
+            found = [next(begun) for _ in range(13)]
+            begun.close()
+            saved = engine.snapshot()
+            rest = partial(engine.generate, found[-1], N - 13, sampler=sampler, stop_at_eos=False, drafts=Drafts(pinned=8, known=right))
+            assert found + list(rest()) == text
+            engine.restore(saved)
+            assert found + list(rest()) == text
+        plain = made(engine, PROMPT, Sampler(), None)
+        assert made(engine, PROMPT, Sampler(), Drafts(4)) == plain
+        with pytest.raises(
+            DraftError, match=r"steps of 16 columns, but recurrent states are kept for 8; expected a load with --spec-pinned 16"
+        ):
+            made(engine, PROMPT, Sampler(), Drafts(pinned=16))
+    with Engine.load(path, device, n_ctx=N_CTX) as engine:
+        assert made(engine, PROMPT, Sampler(), Drafts()) == plain and engine.draft_counts.steps == 0
+        engine.restore(saved)
+        assert engine.n_past == len(saved.tokens), "a state has one form, however many are kept"
+
+
+def test_recurrent_states_are_kept_for_as_many_columns_as_they_may_be_large() -> None:
+    assert kept_slots(None, 1000) == 2 and kept_slots(Drafts(0), 1000) == 2
+    assert kept_slots(Drafts(), 1000) == 9
+    assert kept_slots(Drafts(), 63 << 20) == 5
+    assert kept_slots(Drafts(), 200 << 20) == 2
+    assert kept_slots(Drafts(pinned=16), 200 << 20) == 17
+
+
 MARGIN = 2e-3
 """As of tests/models/test_batch.py: f32 sums in another order."""
 
@@ -289,17 +334,13 @@ MARGIN = 2e-3
 def test_drafts_of_every_architecture(shape: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"
     synthesize(f"{shape}-Q8_0", path)
-    with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine:
+    with Engine.open(path, device, LoadOptions(ctx=N_CTX, act="f32", spec_pinned=4)) as engine:
         sampler, vocab = SAMPLERS["temperature"], engine.model.hp.n_vocab
-        if engine.model.architecture.recurrent:
-            with pytest.raises(DraftError, match="no drafts for this model, its recurrent states cannot go back; expected drafts 0"):
-                made(engine, PROMPT, sampler, Drafts(pinned=4))
-            assert made(engine, PROMPT, sampler, Drafts()) == made(engine, PROMPT, sampler, None)
-            return
         text = made(engine, PROMPT, sampler, Drafts(pinned=4, known=(-1,)), 24)
         known = drafts_about(PROMPT, text, vocab)
         for kind in ("right", "some"):
             assert made(engine, PROMPT, sampler, Drafts(pinned=4, known=known[kind]), 24) == text, kind
+            assert engine.draft_counts.accepted > 0
         judged(engine, sampler, PROMPT, text, MARGIN)
 
 

@@ -200,9 +200,9 @@ class Bench:
 
         from vkback.api.options import Options
 
-        most = self._model.drafts(Options())
-        if self._engine.model.architecture.recurrent or most is None:
-            raise UsageError(f"-m {self._model.name}: no drafts for this model: recurrent states cannot go back")
+        most = self._engine.possible_drafts(self._model.drafts(Options()))
+        if most is None:
+            raise UsageError(f"-m {self._model.name}: no drafts for this model: its recurrent states are too large to keep one for each")
         for task in tasks:
             ids = self._task_ids(TASKS[task])
             sampler = make_sampler(temp=temp, top_k=40 if temp else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vkback.device import BufferRange, Commands, Device
 from vkback.plan.schedule import aligned
@@ -11,28 +11,33 @@ from vkback.plan.schedule import aligned
 class Checkpoint:
     """A copy of recurrent states, on the device: those after `at` tokens."""
 
-    def __init__(self, device: Device, states: Sequence[BufferRange]) -> None:
+    def __init__(self, device: Device, parts: Callable[[int], Sequence[BufferRange]]) -> None:
+        """parts: where the states after so many tokens lie, as many and as large for any number."""
         self.at = 0
-        self._device = device
-        self._arena = device.arena("checkpoint of recurrent states", sum(aligned(s.size) for s in states), "device")
-        copies = [self._arena.alloc(s.size, f"copy of {s.name}") for s in states]
-        self._save = self._recorded("save recurrent states", states, copies)
-        self._restore = self._recorded("restore recurrent states", copies, states)
-
-    def _recorded(self, name: str, sources: Sequence[BufferRange], targets: Sequence[BufferRange]) -> Commands:
-        rec = self._device.recorder(name)
-        for source, target in zip(sources, targets, strict=True):
-            rec.copy(source, target)
-        return rec.finish()
+        self._device, self._parts = device, parts
+        sizes = [part.size for part in parts(0)]
+        self._arena = device.arena("checkpoint of recurrent states", sum(map(aligned, sizes)), "device")
+        self._copies = [self._arena.alloc(size, f"copy {i} of recurrent states") for i, size in enumerate(sizes)]
+        self._recorded: dict[tuple[str, tuple[int, ...]], Commands] = {}
 
     def save(self, at: int) -> None:
         self.at = at
-        self._device.submit(self._save)
+        self._run("save", self._parts(at), self._copies)
 
     def restore(self) -> None:
-        self._device.submit(self._restore)
+        self._run("restore", self._copies, self._parts(self.at))
+
+    def _run(self, name: str, sources: Sequence[BufferRange], targets: Sequence[BufferRange]) -> None:
+        key = name, tuple(part.offset for part in (*sources, *targets))
+        if key not in self._recorded:
+            rec = self._device.recorder(f"{name} recurrent states")
+            for source, target in zip(sources, targets, strict=True):
+                rec.copy(source, target)
+            self._recorded[key] = rec.finish()
+        self._device.submit(self._recorded[key])
 
     def close(self) -> None:
-        self._save.destroy()
-        self._restore.destroy()
+        for commands in self._recorded.values():
+            commands.destroy()
+        self._recorded.clear()
         self._arena.destroy()

@@ -23,18 +23,26 @@ DTYPES = {"F16": "<f2", "F32": "<f4"}
 
 class DeviceState:
     """Memory for state tensors. Those named by `caches` are [n_head_kv, n_ctx, head_dim] and hold a row for each token, the others
-    (recurrent states) hold all tokens so far. As arrays they are what a Snapshot has. The caller destroys its `arena`."""
+    (recurrent states) hold all tokens so far, in rings. As arrays they are what a Snapshot has. The caller destroys its `arena`."""
 
-    def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str]) -> None:
+    def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str], slots: int = 2) -> None:
+        """slots: of a recurrent state (`StateSlots`)."""
         found = list(tensors)
+        self._spare = slots - 2
+        self._rings = {t.name: t.shape[0] for t in found if t.name not in caches}
         self._device = device
         self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found) or aligned(1), "device")
         self.ranges: dict[str, BufferRange] = {t.name: self.arena.alloc(nbytes(t), t.name) for t in found}
         self._caches = {t.name: t for t in found if t.name in caches}
 
     @property
-    def recurrent(self) -> list[BufferRange]:
-        return [memory for name, memory in self.ranges.items() if name not in self._caches]
+    def recurs(self) -> bool:
+        """Whether there are recurrent states."""
+        return bool(self._rings)
+
+    def recurrent(self, rows: int) -> list[BufferRange]:
+        """Where the recurrent states after so many tokens lie."""
+        return [part for name in self._rings for part in self._parts(name, rows)]
 
     def download(self, rows: int) -> dict[str, npt.NDArray[Any]]:
         """All that is kept of so many tokens."""
@@ -87,17 +95,23 @@ class DeviceState:
         """Shape and dtype of a state as an array: a quantized cache is bytes, its planes one after the other."""
         cache = self._caches.get(name)
         if cache is None:
-            return (self.ranges[name].size // 4,), "<f4"
+            return (sum(part.size for part in self._parts(name, rows)) // 4,), "<f4"
         heads, _, dim = cache.shape
         if cache.type in DTYPES:
             return (heads, rows, dim), DTYPES[cache.type]
         return (sum(part.size for part in self._parts(name, rows)),), "|u1"
 
     def _parts(self, name: str, rows: int, *, scales: bool = False) -> list[BufferRange]:
-        """All of a recurrent state, or the first rows of each head of a cache, plane by plane. scales: of a quantized cache those alone."""
+        """The first rows of each head of a cache, plane by plane; scales: of a quantized one those alone. Of a recurrent state what counts:
+        with two slots all of it, and of more the same in the same order."""
         cache = self._caches.get(name)
         if cache is None:
-            return [self.ranges[name]]
+            whole, ring = self.ranges[name], self._rings[name]
+            if not self._spare:
+                return [whole]
+            size, count = whole.size // ring, ring - self._spare
+            latest = {at % count: at for at in range(rows - count, rows)}
+            return [whole.slice(latest[i] % ring * size, size) for i in range(count)]
         heads, n_ctx, dim = cache.shape
         planes = (
             [(0, VALUE_BYTES[cache.type] * dim)]

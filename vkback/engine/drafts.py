@@ -37,6 +37,12 @@ STEPS_PER_SUBMIT = 4
 LOSS, LOSS_SHARE = 4.0, 0.01
 """Most that drafts may cost a text: tokens' time, and share of it. What is lost before a text is known to go another way is within."""
 
+MAX_RECURRENT = 8
+"""Columns of a step of a recurrent model, unless it is pinned: each column keeps a state of all layers."""
+
+KEPT_BYTES = 1 << 29
+"""Of recurrent states that are kept to go back to, at most: narrower steps need fewer."""
+
 SEARCHED = 8192
 """Latest tokens in which the host looks for matches; the device looks through all."""
 
@@ -89,6 +95,15 @@ class Drafts:
         if self.model and self.most:
             return (enough,)
         return tuple(c for c in CLASSES if c <= enough) if self.most else ()
+
+
+def kept_slots(drafts: Drafts | None, slot_bytes: int) -> int:
+    """Slots of recurrent states, of so many bytes each, that steps with these drafts need: one for each column, and the one that is read.
+    Two where there are no drafts, or the states are too large for them; a pinned step has what it needs."""
+    if drafts is None or not drafts.classes:
+        return 2
+    fit = [c + 1 for c in drafts.classes if c == drafts.pinned or (c <= MAX_RECURRENT and (c + 1) * slot_bytes <= KEPT_BYTES)]
+    return max(fit, default=2)
 
 
 @dataclass(frozen=True)

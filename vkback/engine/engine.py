@@ -30,7 +30,7 @@ from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, DraftModel, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
-from vkback.engine.drafts import DraftCounts, DraftError, Drafts, ModelPace, Pace, Probe
+from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import Plans
@@ -134,7 +134,7 @@ class Engine:
         self.device = device
         self.n_past = 0
         self._fed: list[int] = []  # tokens so far
-        self._states_ahead = False
+        self._left: _Run | None = None  # a generation that was left with recurrent states ahead of n_past
         self.library = ShaderLibrary()
         ctx = LowerContext(
             device.caps,
@@ -146,13 +146,16 @@ class Engine:
         self.fusion = options.fusion
         self.pinned = options.exact == "requests"
         """Texts of a batch have the same bits whoever else is served."""
-        self._plans = Plans(model, exact_context(ctx) if options.exact is True else ctx, n_ctx, fusion=options.fusion, cache=cache)
+        slots = kept_slots(options.drafts(software=device.caps.software), model.recurrent_bytes) if model.architecture.recurrent else 2
+        self._plans = Plans(
+            model, exact_context(ctx) if options.exact is True else ctx, n_ctx, fusion=options.fusion, cache=cache, slots=slots
+        )
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
         self._draft_model: DraftModel | None = None
-        self._no_drafts = "its recurrent states cannot go back" if model.architecture.recurrent else ""
+        self._no_drafts = ""
         self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
         self.draft_counts = DraftCounts()
         self._report = options.progress
@@ -396,10 +399,10 @@ class Engine:
         causal = self.model.architecture.causal
         nodes = self._plans.graph(1, "none").nodes if causal else []
         caches = {node.outputs[0].name for node in nodes if node.op == "SET_ROWS"}
-        self._state = DeviceState(self.device, self._tensors("state").values(), caches)
+        self._state = DeviceState(self.device, self._tensors("state").values(), caches, self._plans.slots)
         self._arenas.append(self._state.arena)
-        if recurrent := self._state.recurrent:
-            self._checkpoint = Checkpoint(self.device, recurrent)
+        if self._state.recurs:
+            self._checkpoint = Checkpoint(self.device, self._state.recurrent)
 
     def _text_graphs(self) -> list[Graph]:
         """Those that read all that texts may: of a model that makes text none, unless it has weights for them alone."""
@@ -539,7 +542,7 @@ class Engine:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
         needs clearing."""
         self._leave(0)
-        self._states_ahead = False
+        self._left = None
 
     def _leave(self, n: int) -> None:
         """Only the first n tokens stay; the others are of an earlier text from here on."""
@@ -561,7 +564,7 @@ class Engine:
             return False
         self._leave(n)
         if not n:
-            self._states_ahead = False
+            self._left = None
         return True
 
     def snapshot(self) -> Snapshot:
@@ -593,16 +596,33 @@ class Engine:
 
     def _catch_up(self) -> None:
         """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
-        left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits."""
-        if not self._states_ahead or self._checkpoint is None:
+        left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits: of
+        pinned steps in such steps."""
+        run, self._left = self._left, None
+        if run is None or self._checkpoint is None:
             return
-        self._states_ahead = False
         made = self._fed[self._checkpoint.at :]
         self._checkpoint.restore()
         self.n_past = self._checkpoint.at
         del self._fed[self.n_past :]
         for token in made:
-            self.decode_logits(token)
+            if run.drafts is not None and run.drafts.pinned:
+                self._step_alone(token, replace(run, drafts=replace(run.drafts, known=(-1,), model=False)))
+            else:
+                self.decode_logits(token)
+
+    def _step_alone(self, token: int, how: _Run) -> None:
+        """A token through a pinned step without drafts."""
+        assert how.drafts is not None
+        run = replace(how, first=token, n=1, eos=[])
+        for _ in range(2):
+            self._begin_loop(run)
+            ticket, back = self._token_programs.submit(self._draft_programs.loop(how.drafts.pinned, how.kind, 1))
+            ticket.wait()
+            if not self._token_programs.back(back).timed_out:
+                break
+            self.use_barriers(TIMED_OUT)
+        self._advance([token])
 
     def prompt(self, tokens: Sequence[int], meanwhile: Callable[[], object] | None = None) -> None:
         """Run tokens through the model, appending to the KV cache. meanwhile: called while each program of them runs; what it raises
@@ -693,7 +713,7 @@ class Engine:
         self.draft_counts = DraftCounts()
         # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
         needs_host = on_logits is not None or constraint is not None
-        drafts = self._possible(drafts, needs_host)
+        drafts = self.possible_drafts(drafts, needs_host)
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:
             self.prepare_drafts(first, sampler, drafts)
@@ -757,12 +777,22 @@ class Engine:
         """Programs of one token, and what they share."""
         return self._token_programs
 
-    def _possible(self, drafts: Drafts | None, needs_host: bool) -> Drafts | None:
+    def possible_drafts(self, drafts: Drafts | None, needs_host: bool = False) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
             return None
         if self._no_drafts and drafts.pinned:
             raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
+        if self.model.architecture.recurrent:
+            columns = self._plans.slots - 1
+            if drafts.pinned > columns:
+                raise DraftError(
+                    f"[drafts] {self.model.file.path}: steps of {drafts.pinned} columns, but recurrent states are kept for {columns}; "
+                    f"expected a load with --spec-pinned {drafts.pinned} (spec_pinned={drafts.pinned})"
+                )
+            drafts = drafts.at_most(columns - 1 if columns >= CLASSES[0] else 0)
+            if not drafts.classes:
+                return None
         if drafts.model and self._draft_model is None:
             raise DraftError(f"[drafts] {self.model.file.path.name}: has no draft model; expected one by attach_draft_model")
         return None if self._no_drafts or needs_host else drafts
@@ -770,6 +800,9 @@ class Engine:
     def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
         kind, programs = loop_kind(sampler), self._draft_programs
+        self._catch_up()
+        if self._checkpoint is not None:
+            self._checkpoint.save(self.n_past)
         classes = [c for c in drafts.classes if self.n_past + MEASURED_ROWS <= self.n_ctx]
         known = replace(drafts, known=(first,) * self.n_ctx, model=False)
 
@@ -813,6 +846,8 @@ class Engine:
                     break
             if not drafts.pinned:
                 programs.measure(times_key(kind, drafts), classes, run)
+        if self._checkpoint is not None:
+            self._checkpoint.restore()
 
     def _submits(self, run: _Run) -> Generator[int, None, None]:
         """Tokens of a run, to its end."""
@@ -891,7 +926,7 @@ class Engine:
                     ticket.wait()
             # Recurrent states cannot go back: note that the device is ahead of what was yielded.
             if self.model.architecture.recurrent and (run.made < step or (status == STATUS_RUNNING and run.made < submitted)):
-                self._states_ahead = True
+                self._left = run
 
     def _begin_loop(self, run: _Run) -> None:
         loop = loop_state(run.sampler, run.eos)

@@ -9,7 +9,7 @@ from vkback.engine.prompts import PromptHead, with_barriers
 from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_drafts, add_sampler
 from vkback.events import log
 from vkback.graph import Graph
-from vkback.models.builder import CacheTypes, Head
+from vkback.models.builder import CacheTypes, Head, StateSlots
 from vkback.models.registry import Model
 from vkback.models.texts import Texts
 from vkback.ops.cooperative_matrix import matrix_shape
@@ -25,18 +25,19 @@ class Plans:
 
     ctx    what lowering depends on; what is found out on the way changes it
     n_ctx  rows of the cache that schedules are for
+    slots  of recurrent states
     """
 
-    def __init__(self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes) -> None:
-        self.ctx, self.n_ctx = ctx, n_ctx
+    def __init__(self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes, slots: int = 2) -> None:
+        self.ctx, self.n_ctx, self.slots = ctx, n_ctx, slots
         self._model, self._fusion, self._cache = model, fusion, cache
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
         self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
 
-    def graph(self, n_tokens: int, head: Head) -> Graph:
-        """The graph of so many tokens."""
-        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache)
+    def graph(self, n_tokens: int, head: Head, *, keep: bool = False) -> Graph:
+        """The graph of so many tokens. keep: recurrent states after each of them are kept."""
+        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=StateSlots(self.slots, keep))
 
     def token(self, kind: str) -> Schedule:
         """The schedule of one token: "logits", or one of `loop_kind` (vkback/engine/sampler.py)."""
@@ -53,7 +54,7 @@ class Plans:
         """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`, without constraints."""
         key = self.n_ctx, f"drafts, {kind}", columns
         if key not in self._schedules:
-            graph = self.graph(columns, "all")
+            graph = self.graph(columns, "all", keep=True)
             add_drafts(graph, columns, greedy=kind.startswith("greedy"), n_ctx=self.n_ctx, penalties=PENALIZED in kind)
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]

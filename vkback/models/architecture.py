@@ -11,7 +11,7 @@ from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
 from vkback.graph import Graph, Tensor
 from vkback.models.blocks import rms_norm
-from vkback.models.builder import F16_CACHE, CacheTypes, GraphBuilder, Head, Paging
+from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, GraphBuilder, Head, Paging, StateSlots
 from vkback.models.keys import COMMON, MTP, POOLING, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 from vkback.models.texts import CLASSIFIER, Pooling, Texts, ranks, rows_of, stated_pooling
@@ -126,7 +126,16 @@ class Architecture(ABC):
             x = b.linear(x, "cls.output", rows, "result_rank")
         return x
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None) -> Graph:
+    def graph(
+        self,
+        n_tokens: int,
+        n_ctx: int,
+        *,
+        head: Head,
+        cache: CacheTypes = F16_CACHE,
+        paging: Paging | None = None,
+        kept: StateSlots = TWO_SLOTS,
+    ) -> Graph:
         """The graph of n_tokens tokens at once, over caches of n_ctx rows, or in pages; vkback/models/builder.py has inputs and names.
 
         Raises GgufError naming a weight that is missing or misshaped, or saying that the model makes no text.
@@ -136,7 +145,7 @@ class Architecture(ABC):
                 f"[model] {self.file.path}: {self.name} sees whole texts and makes none; expected a use of their vectors: vkback embed, "
                 "model.embed(texts) or model.rank(query, documents) in Python, /v1/embeddings and /v1/rerank of vkback serve"
             )
-        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging))
+        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging, kept=kept))
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
         """The graph of whole texts of n_tokens tokens together, which gives a vector for each (vkback/models/texts.py). Raises GgufError

@@ -46,6 +46,21 @@ class Paging:
         return self.page * self.n_pages
 
 
+@dataclass(frozen=True)
+class StateSlots:
+    """Recurrent states that a text can go back to.
+
+    slots  of a state: those after the last slots - 1 tokens can be gone back to
+    each   a step stores the state after each of its tokens, else after its last one alone
+    """
+
+    slots: int = 2
+    each: bool = False
+
+
+TWO_SLOTS = StateSlots()
+
+
 class GraphBuilder:
     """Adds nodes to `graph`. n tokens go through at once; `tokens` and `pos` are I32 [n]; `out_ids` I32 [1] says which of several
     tokens the logits are wanted of (head "last"). With `paging` tokens are of several sequences, `pos` counts rows of a token's own, and
@@ -66,6 +81,7 @@ class GraphBuilder:
         cache: CacheTypes = F16_CACHE,
         paging: Paging | None = None,
         texts: Texts | None = None,
+        kept: StateSlots = TWO_SLOTS,
     ) -> None:
         self.hp = hp
         self.cache = cache
@@ -78,6 +94,7 @@ class GraphBuilder:
         self.out_ids = Tensor("out_ids", "I32", (1,), "input")
         self.paging = paging
         self.texts = texts
+        self.kept = kept
         self.rows = Tensor("rows", "I32", (n_tokens,), "input") if paging or texts else self.pos
         self.cache_rows = paging.rows if paging else n_tokens if texts else n_ctx
 
@@ -119,6 +136,18 @@ class GraphBuilder:
         """A cache by its name, K's or V's: [heads, rows, head_dim]."""
         type = self.cache.v if cache.startswith("cache_v") else self.cache.k
         return Tensor(cache, type, (heads, self.cache_rows, head_dim), "state")
+
+    def recurrent_states(self, il: int, taps: int, channels: int, state: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Of layer `il`: the last inputs of a convolution [taps or more, channels], and states of so many axes, [slots, ...]; with `paging`
+        of each sequence."""
+        sequences = (self.paging.n_slots,) if self.paging else ()
+        conv = Tensor(f"cache_conv_l{il}", "F32", (*sequences, taps + self.kept.slots - 2, channels), "state")
+        return conv, Tensor(f"cache_ssm_l{il}", "F32", (*sequences, self.kept.slots, *state), "state")
+
+    @property
+    def keeps_each(self) -> dict[str, bool]:
+        """Parameters of a recurrence for that."""
+        return {"keep": True} if self.kept.each and self.n > 1 else {}
 
     def attend(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, *weights: Tensor, width: int, il: int, **params: int | float) -> Tensor:
         """FLASH_ATTN_EXT of layer `il` over the tokens' own rows of two caches: [n, width]. weights: its sinks."""

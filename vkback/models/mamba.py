@@ -57,9 +57,7 @@ def recurrence(b: GraphBuilder, x: Tensor, il: int, s: Mamba2, *, eps: float, no
     there is one."""
     g, n, block = b.graph, b.n, f"blk.{il}"
     zx = b.linear(x, f"{block}.ssm_in", s.width, f"zxBCdt-{il}")
-    sequences = (b.paging.n_slots,) if b.paging else ()
-    conv = Tensor(f"cache_conv_l{il}", "F32", (*sequences, s.taps, s.channels), "state")
-    state = Tensor(f"cache_ssm_l{il}", "F32", (*sequences, 2, s.n_head, s.dim, s.d_state), "state")
+    conv, state = b.recurrent_states(il, s.taps, s.channels, (s.n_head, s.dim, s.d_state))
     w = replace(b.hp.weight(f"{block}.ssm_conv1d.weight", (s.channels, s.taps)), shape=(s.channels * s.taps,))
     bias = (b.hp.weight(f"{block}.ssm_conv1d.bias", (s.channels,)),) if b.hp.has_weight(f"{block}.ssm_conv1d.bias") else ()
     a, d = (replace(b.hp.weight(f"{block}.{name}", (s.n_head, 1)), shape=(s.n_head,)) for name in ("ssm_a", "ssm_d"))
@@ -72,7 +70,7 @@ def recurrence(b: GraphBuilder, x: Tensor, il: int, s: Mamba2, *, eps: float, no
     else:
         xbc = Tensor(f"xBC-{il}", "F32", (n, s.channels))
         g.add("SSM_CONV", (zx, w, *bias, b.pos, conv), (xbc, conv), offset=s.inner)
-        g.add("SSM_SCAN", (xbc, zx, a, d, dt_bias, b.pos, state), (y, state), n_group=s.n_group)
+        g.add("SSM_SCAN", (xbc, zx, a, d, dt_bias, b.pos, state), (y, state), n_group=s.n_group, **b.keeps_each)
     if normed:
         y = _norm_by_groups(b, y, il, s, eps)
     return b.linear(y, f"{block}.ssm_out", b.hp.n_embd, f"mamba_out-{il}")

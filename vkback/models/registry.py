@@ -20,10 +20,11 @@ from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Graph
 from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
-from vkback.models.builder import F16_CACHE, CacheTypes, Head, Paging
+from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, Head, Paging, StateSlots
 from vkback.models.naming import model_description
 from vkback.models.texts import DENSE, SPANS, Pooling, Texts, pool_weights, ranks, spans, window_of
 from vkback.models.unsupported import refusal
+from vkback.ops.storage import nbytes
 from vkback.plan.passes.lora import Lora, adapted
 
 
@@ -144,9 +145,18 @@ class Model:
         _check_biases(known)
         return model
 
-    def graph(self, n_tokens: int, n_ctx: int, *, head: Head, cache: CacheTypes = F16_CACHE, paging: Paging | None = None) -> Graph:
+    def graph(
+        self,
+        n_tokens: int,
+        n_ctx: int,
+        *,
+        head: Head,
+        cache: CacheTypes = F16_CACHE,
+        paging: Paging | None = None,
+        kept: StateSlots = TWO_SLOTS,
+    ) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging)
+        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept)
         return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
@@ -171,6 +181,12 @@ class Model:
     @property
     def hp(self) -> HParams:
         return self.architecture.hp
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Of one slot of all recurrent states."""
+        states = (t for t in self.graph(1, 1, head="none").tensors().values() if t.kind == "state" and t.name.startswith("cache_ssm"))
+        return sum(nbytes(t) // t.shape[0] for t in states)
 
     @property
     def default_n_ctx(self) -> int:

@@ -1,14 +1,14 @@
 """DELTA_NET and CONV_DELTA_NET (shaders/ssm/delta_net.comp): the gated delta rule, with its state.
 
     DELTA_NET       qkv F32 [n, channels] (SSM_CONV), alpha, beta F32 [n, n_head], a, dt_bias F32 [n_head], pos I32 [n],
-                    state F32 [2, n_head, dim, key] -> y F32 [n, inner], state
+                    state F32 [slots, n_head, dim, key] -> y F32 [n, inner], state
     CONV_DELTA_NET  qkv F32 [1, channels], alpha, beta, z F32 [1, inner], w F32 [channels * taps], a, dt_bias, norm F32 [dim], pos I32 [1],
-                    conv_state F32 [taps, channels], state -> y F32 or Q8_1 [1, inner], conv_state, state: SSM_CONV, DELTA_NET, an RMS norm
+                    conv_state F32 [ring, channels], state -> y F32 or Q8_1 [1, inner], conv_state, state: SSM_CONV, DELTA_NET, an RMS norm
                     of each head and SWIGLU with z as the gate, for one token, in one dispatch.
                     packed: qkv, z, alpha and beta are one tensor F32 [1, channels + inner + 2 n_head], in this order.
                     With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
-                    [n_slots, taps, channels] and state [n_slots, 2, ...]; the others then have n rows
-    params: n_group, tiled; CONV_DELTA_NET also eps (of the norm) [, packed, has_slots]
+                    [n_slots, ring, channels] and state [n_slots, slots, ...]; the others then have n rows
+    params: n_group, tiled [, keep]; CONV_DELTA_NET also eps (of the norm) [, packed, has_slots]
 
 inner = n_head * dim, channels = inner + 2 * n_group * key: q and k of n_group heads, v of n_head. Head h shares q and k with the others
 of its group: h % n_group where tiled, else h / (n_head / n_group). With q and k of length 1 (q / sqrt(q . q + 1e-6)), q times key^-0.5, of
@@ -16,9 +16,10 @@ head h
 
     S = exp(a softplus(alpha + dt_bias)) S      S = S + sigmoid(beta) (v - S k) k^T      y = S q
 
-Slot p & 1 of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. The slot
-that is read stays as it is when an odd number of tokens is run, so a single token may run twice. Padding (pos -1) stands at the end of a
-batch, gives zeros and changes no state. Source: Gated DeltaNet (arXiv 2412.06464).
+Slot p % slots of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. `keep`:
+the state after each token is stored, not that after the last one alone; of fewer tokens than slots a text can go on from any. The slot that
+is read stays as it is when those tokens are run, and of two slots for an odd number, so a single token may run twice. Padding (pos -1)
+stands at the end of a batch, gives zeros and changes no state. Source: Gated DeltaNet (arXiv 2412.06464).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from vkback.ops.glu import sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import Q8_1_TOLERANCE
-from vkback.ops.recurrent.ssm_conv import convolved, positions
+from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
@@ -126,10 +127,10 @@ def _shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole
 
 
 def delta_rule(
-    qkv: Array, alpha: Array, beta: Array, a: Array, dt_bias: Array, pos: Array, state: Array, n_group: int, tiled: bool
+    qkv: Array, alpha: Array, beta: Array, a: Array, dt_bias: Array, pos: Array, state: Array, n_group: int, tiled: bool, keep: bool
 ) -> tuple[Array, Array]:
     """y [n, inner] and the states, float64."""
-    _, n_head, dim, key = state.shape
+    slots, n_head, dim, key = state.shape
     n, state = len(qkv), np.array(state, np.float64)
     q, k, v = np.split(np.asarray(qkv, np.float64), [n_group * key, 2 * n_group * key], axis=1)
     group = np.arange(n_head) % n_group if tiled else np.arange(n_head) // (n_head // n_group)
@@ -138,15 +139,15 @@ def delta_rule(
     v = v.reshape(n, n_head, dim)
     decay = np.exp(np.asarray(a, np.float64) * np.logaddexp(0.0, np.asarray(alpha, np.float64) + np.asarray(dt_bias, np.float64)))
     share = sigmoid(np.asarray(beta, np.float64))
-    s = state[(pos[0] - 1) & 1].copy() if pos[0] > 0 else np.zeros_like(state[0])
+    s = state[(pos[0] - 1) % slots].copy() if pos[0] > 0 else np.zeros_like(state[0])
     y = np.zeros((n, n_head, dim))
     for t in np.flatnonzero(pos >= 0):
         s = decay[t][:, None, None] * s
         update = share[t][:, None] * (v[t] - np.einsum("hrk,hk->hr", s, k[t]))
         s = s + update[:, :, None] * k[t][:, None, :]
         y[t] = np.einsum("hrk,hk->hr", s, q[t]) / np.sqrt(key)
-    if pos.max() >= 0:
-        state[pos.max() & 1] = s
+        if keep or pos[t] == pos.max():
+            state[pos[t] % slots] = s
     return y.reshape(n, n_head * dim), state
 
 
@@ -178,6 +179,7 @@ class _DeltaNet(Op):
         """spun_on: what products made, in the order of the kernel's bindings. conv: the convolution's state where it is part of the op.
         slots: the tokens' sequences."""
         heads, caps = Heads.of(state, node.params), ctx.caps
+        keep = bool(node.params.get("keep"))
         y, n = node.outputs[0], spun_on[0].shape[0]
         if packed := len(spun_on) == 1:
             fits = spun_on[0].shape == (n, heads.width)
@@ -213,8 +215,9 @@ class _DeltaNet(Op):
             "TILED": int(node.params["tiled"]),
             "CONV": int(conv is not None),
             "PACKED": int(packed),
-            "TAPS": conv.shape[-2] if conv else 1,
+            "TAPS": weights[0].elements // heads.channels if conv else 1,
             "OUT_Q8_1": int(y.type == "Q8_1"),
+            **kept_defines(state, conv, weights[0].elements // heads.channels if conv else 0, keep),
         }
         states = (state,) if conv is None else (state, conv)
         args = [*map(Arg, (*spun_on, *weights, pos)), *(Arg(t, "rw") for t in states), Arg(y, "w")]
@@ -222,7 +225,7 @@ class _DeltaNet(Op):
             defines["BIND_SLOTS"] = len(args)
             args.append(Arg(slots))
         sequences = n if slots else 1
-        ring = 4 * sequences * heads.channels * conv.shape[-2] if conv else 0
+        ring = 4 * sequences * heads.channels * int(defines["TAPS"]) if conv else 0
         return Dispatch(
             kernel=Variant.of("ssm/delta_net.comp", defines, subgroup_size=subgroup),
             args=tuple(args),
@@ -231,7 +234,7 @@ class _DeltaNet(Op):
             op=node.op,
             label=node.name,
             reason=f"{shape.threads} threads, {shape.lanes} lanes a row, {shape.per_thread} of {shape.rows} rows a thread: {choice.source}",
-            nbytes=2 * sequences * heads.state_bytes + ring + sum(map(nbytes, (*spun_on, *weights, y))),
+            nbytes=(1 + (n if keep else 1)) * sequences * heads.state_bytes + ring + sum(map(nbytes, (*spun_on, *weights, y))),
             flops=n * heads.inner * (7 * heads.key + 8),
             waits=SpinWaits(part=tuple(t.name for t in spun_on)) if conv is not None else None,
         )
@@ -254,15 +257,17 @@ class DeltaNet(_DeltaNet):
         return total((times(per_value, y.elements), times(per_length, 2 * n * heads.n_group), times(per_gate, n * heads.n)))
 
     def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
-        """Of the state one of its two slots."""
-        return nbytes(tensor) // (2 if tensor.kind == "state" else 1)
+        """Of the state one of its slots."""
+        return nbytes(tensor) // (tensor.shape[0] if tensor.kind == "state" else 1)
 
     def stored_bytes(self, node: Node, n_kv: int) -> int:
-        return nbytes(node.inputs[-1]) // 2
+        state = node.inputs[-1]
+        return nbytes(state) // state.shape[0] * (node.outputs[0].shape[0] if node.params.get("keep") else 1)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         qkv, alpha, beta, a, dt_bias, pos, state = inputs
-        return list(delta_rule(qkv, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"]))
+        keep = bool(params.get("keep"))
+        return list(delta_rule(qkv, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"], keep))
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, alpha, beta, a, dt_bias, pos, state = node.inputs
@@ -274,6 +279,9 @@ class DeltaNet(_DeltaNet):
         yield self.build_case(3, 4, 20, 20, n_group=2, pos0=1)
         yield self.build_case(3, 6, 12, 36, n_group=2, tiled=False, pos0=2)
         yield self.build_case(33, 4, 128, 128, n_group=2, pos0=5, padding=1)
+        for n, pos0, padding in ((4, 0, 0), (4, 6, 0), (8, 30, 5), (1, 9, 0)):
+            yield self.build_case(n, 4, 20, 16, n_group=2, pos0=pos0, padding=padding, slots=9, keep=True)
+        yield self.build_case(40, 4, 20, 16, n_group=2, pos0=3, slots=9)
 
     def full_cases(self) -> Iterator[Case]:
         for n, (n_head, dim, key, n_group, tiled), pos0 in product(
@@ -285,19 +293,33 @@ class DeltaNet(_DeltaNet):
         yield self.build_case(512, 32, 128, 128, n_group=16, pos0=512)
 
     def build_case(
-        self, n: int, n_head: int, dim: int, key: int, n_group: int = 1, tiled: bool = True, pos0: int = 0, padding: int = 0, seed: int = 47
+        self,
+        n: int,
+        n_head: int,
+        dim: int,
+        key: int,
+        n_group: int = 1,
+        tiled: bool = True,
+        pos0: int = 0,
+        padding: int = 0,
+        slots: int = 2,
+        keep: bool = False,
+        seed: int = 47,
     ) -> Case:
-        """Values normal, but for a and dt_bias, which make decays of 0.01 to 0.999."""
+        """Values normal, but for a and dt_bias, which make decays of 0.01 to 0.999. slots: of the state; keep: a token stores its own."""
+        check_slots(slots, keep, n)
 
         def make(rng: np.random.Generator) -> Problem:
             heads = Heads(n_head, dim, key, n_group)
             qkv, alpha, beta, a, dt_bias, pos, state = _inputs(n, heads)
-            params = {"n_group": n_group, "tiled": tiled}
+            state = dataclasses.replace(state, shape=(slots, *state.shape[1:]))
+            params = {"n_group": n_group, "tiled": tiled} | ({"keep": True} if keep else {})
             node = Node(self.name, (qkv, alpha, beta, a, dt_bias, pos, state), (Tensor("y", "F32", (n, heads.inner)), state), params)
             return Problem(node, _values(node, rng, pos0, padding))
 
         sizes = {"n": n, "n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled}
-        return Case(self.name, {**sizes, "pos0": pos0, "padding": padding, "seed": seed}, make, seed)
+        sizes |= {"pos0": pos0, "padding": padding} | ({"slots": slots, "keep": keep} if slots != 2 else {})
+        return Case(self.name, {**sizes, "seed": seed}, make, seed)
 
 
 @register
@@ -316,7 +338,7 @@ class ConvDeltaNet(_DeltaNet):
         else:
             qkv, alpha, beta, z = rows
         convolution, conv_state = convolved(qkv, w, None, pos, conv_state)
-        y, state = delta_rule(convolution, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"])
+        y, state = delta_rule(convolution, alpha, beta, a, dt_bias, pos, state, params["n_group"], params["tiled"], False)
         by_head = y.reshape(len(y), -1, state.shape[-2])
         (y,) = OPS["RMS_NORM_MUL"].reference([by_head, norm], {"eps": params["eps"]})
         return [*OPS["SWIGLU"].reference([z, y.reshape(np.shape(z))], {}), conv_state, state]
@@ -374,6 +396,7 @@ class ConvDeltaNet(_DeltaNet):
         yield self.build_case(4, 128, 128, n_group=2, pos=6).where(sync="sentinel")
         yield self.build_case(4, 32, 64, n_group=2, pos=6, out="q8_1")
         yield self.build_case(2, 12, 32, pos=-1)
+        yield self.build_case(4, 20, 20, n_group=2, pos=23, kept=9)
         yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0, 3, 1), pos=5)
         yield self.build_case(4, 20, 20, n_group=2, taps=3, slots=(1, 4))
         yield self.build_case(4, 64, 64, n_group=2, slots=(2, 0), pos=1).where(sync="sentinel")
@@ -403,10 +426,12 @@ class ConvDeltaNet(_DeltaNet):
         out: str = "",
         packed: bool = False,
         slots: Shape = (),
+        kept: int = 2,
         seed: int = 53,
     ) -> Case:
         """As for DELTA_NET. pos -1: the token is padding. out: q8_1, a quantized output. slots: the sequence of each of several tokens,
-        which are at positions pos, pos + 1 ..., and the last a hole where there are more than two."""
+        which are at positions pos, pos + 1 ..., and the last a hole where there are more than two. kept: slots of a state."""
+        check_slots(kept, False, 1)
         if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
             raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
         kind = one_of_types(out, ("F32", "Q8_1"), "out") if out else "F32"
@@ -416,12 +441,12 @@ class ConvDeltaNet(_DeltaNet):
             n = len(slots) or 1
             qkv, alpha, beta, a, dt_bias, at, state = _inputs(n, heads)
             n_slots = (max(slots) + 1,) if slots else ()
-            state = dataclasses.replace(state, shape=(*n_slots, *state.shape))
+            state = dataclasses.replace(state, shape=(*n_slots, kept, *state.shape[1:]))
             sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
             z = Tensor("z", "F32", (n, heads.inner), "input")
             w = Tensor("w", "F32", (heads.channels * taps,), "weight")
             norm = Tensor("norm", "F32", (dim,), "weight")
-            conv_state = Tensor("conv_state", "F32", (*n_slots, taps, heads.channels), "state")
+            conv_state = Tensor("conv_state", "F32", (*n_slots, taps + kept - 2, heads.channels), "state")
             outputs = (Tensor("y", kind, (n, heads.inner)), conv_state, state)
             params = {"n_group": n_group, "tiled": tiled, "eps": 1e-6} | ({"has_slots": True} if slots else {})
             params |= {"packed": True} if packed else {}
@@ -433,7 +458,7 @@ class ConvDeltaNet(_DeltaNet):
         params: dict[str, Any] = {"n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled, "taps": taps, "pos": pos}
         params |= {"out": type_word(kind)} if out else {}
         params |= {"packed": True} if packed else {}
-        params |= {"slots": slots} if slots else {}
+        params |= ({"slots": slots} if slots else {}) | ({"kept": kept} if kept != 2 else {})
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
 

@@ -1,21 +1,22 @@
 """SSM_SCAN and SSM_CONV_SCAN (shaders/ssm/scan.comp): the recurrence of Mamba-2, gated, with its state.
 
     SSM_SCAN       xbc F32 [n, channels] (SSM_CONV), zx F32 [n, inner + channels + n_head], a, d, dt_bias F32 [n_head], pos I32 [n],
-                   state F32 [2, n_head, head_dim, d_state] -> y F32 [n, inner], state
+                   state F32 [slots, n_head, head_dim, d_state] -> y F32 [n, inner], state
     SSM_CONV_SCAN  zx F32 [1, ...], w F32 [channels * taps] [, bias F32 [channels]], a, d, dt_bias, pos I32 [1],
-                   conv_state F32 [taps, channels], state -> y, conv_state, state: both ops for one token, in one dispatch.
+                   conv_state F32 [ring, channels], state -> y, conv_state, state: both ops for one token, in one dispatch.
                    With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
-                   [n_slots, taps, channels] and state [n_slots, 2, ...]; zx and pos then have n rows
-    params: n_group [, has_slots]
+                   [n_slots, ring, channels] and state [n_slots, slots, ...]; zx and pos then have n rows
+    params: n_group [, keep] [, has_slots]
 
 inner = n_head * head_dim, channels = inner + 2 * n_group * d_state. A row of zx is what one matrix makes of a token: z [inner], the
 convolution's input [channels] (x, B and C), dt [n_head]. With dt = softplus(dt + dt_bias), head h and its group g:
 
     state[h] = exp(dt[h] * a[h]) * state[h] + dt[h] * x[h] B[g]^T      y[h] = (state[h] C[g] + d[h] * x[h]) * silu(z[h])
 
-Slot p & 1 of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. The slot
-that is read stays as it is when an odd number of tokens is run, so a single token may run twice. Padding (pos -1) stands at the end of a
-batch, gives zeros and changes no state.
+Slot p % slots of the state is the state after the token at position p; a batch whose first token has position 0 begins with zeros. `keep`:
+the state after each token is stored, not that after the last one alone; of fewer tokens than slots a text can go on from any. The slot that
+is read stays as it is when those tokens are run, and of two slots for an odd number, so a single token may run twice. Padding (pos -1)
+stands at the end of a batch, gives zeros and changes no state.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from vkback.ops.ggml_only import ssm as ssm_sequences
 from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.recurrent.ssm_conv import convolved, positions
+from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
@@ -89,21 +90,23 @@ class Heads:
         return 4 * self.inner * self.d_state
 
 
-def scanned(xbc: Array, zx: Array, a: Array, d: Array, dt_bias: Array, pos: Array, state: Array, n_group: int) -> tuple[Array, Array]:
+def scanned(
+    xbc: Array, zx: Array, a: Array, d: Array, dt_bias: Array, pos: Array, state: Array, n_group: int, keep: bool = False
+) -> tuple[Array, Array]:
     """y [n, inner] and the states, float64."""
-    _, n_head, head_dim, d_state = state.shape
+    slots, n_head, head_dim, d_state = state.shape
     inner, n = n_head * head_dim, len(zx)
     xbc, zx, state = np.asarray(xbc, np.float64), np.asarray(zx, np.float64), np.array(state, np.float64)
     x = xbc[:, :inner].reshape(n, n_head, head_dim)
     b, c = (np.repeat(part.reshape(n, n_group, d_state), n_head // n_group, axis=1) for part in np.split(xbc[:, inner:], 2, axis=1))
     dt = np.logaddexp(0.0, zx[:, -n_head:] + np.asarray(dt_bias, np.float64))
-    h = state[(pos[0] - 1) & 1].copy() if pos[0] > 0 else np.zeros_like(state[0])
+    h = state[(pos[0] - 1) % slots].copy() if pos[0] > 0 else np.zeros_like(state[0])
     y = np.zeros((n, n_head, head_dim))
     for t in np.flatnonzero(pos >= 0):
         h = np.exp(dt[t] * a)[:, None, None] * h + (dt[t][:, None] * x[t])[:, :, None] * b[t][:, None, :]
         y[t] = np.einsum("hps,hs->hp", h, c[t]) + np.asarray(d, np.float64)[:, None] * x[t]
-    if pos.max() >= 0:
-        state[pos.max() & 1] = h
+        if keep or pos[t] == pos.max():
+            state[pos[t] % slots] = h
     z = zx[:, :inner]
     return y.reshape(n, inner) * z * sigmoid(z), state
 
@@ -133,7 +136,7 @@ class _Scan(Op):
         slots: Tensor | None = None,
     ) -> Dispatch:
         """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op. slots: the tokens' sequences."""
-        heads = Heads.of(state, node.params)
+        heads, keep = Heads.of(state, node.params), bool(node.params.get("keep"))
         y, n = node.outputs[0], zx.shape[0]
         if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
             raise PlanError(
@@ -163,7 +166,8 @@ class _Scan(Op):
             "N_GROUP": heads.n_group,
             "CONV": int(conv is not None),
             "BIAS": int(len(rest) == 5),
-            "TAPS": conv.shape[-2] if conv else 1,
+            "TAPS": rest[0].elements // heads.channels if conv else 1,
+            **kept_defines(state, conv, rest[0].elements // heads.channels if conv else 0, keep),
         }
         states = (state,) if conv is None else (state, conv)
         args = [Arg(zx), *map(Arg, rest), Arg(pos), *(Arg(t, "rw") for t in states), Arg(y, "w")]
@@ -171,7 +175,7 @@ class _Scan(Op):
             defines["BIND_SLOTS"] = len(args)
             args.append(Arg(slots))
         sequences = n if slots else 1
-        states_bytes = 2 * sequences * heads.state_bytes
+        states_bytes = (1 + (n if keep else 1)) * sequences * heads.state_bytes
         weights = sum(nbytes(t) for t in rest if t.kind == "weight")
         return Dispatch(
             kernel=Variant.of("ssm/scan.comp", defines, subgroup_size=subgroup),
@@ -185,7 +189,7 @@ class _Scan(Op):
             + nbytes(zx)
             + nbytes(y)
             + weights
-            + (4 * sequences * heads.channels * conv.shape[-2] if conv else 4 * n * heads.channels),
+            + (4 * sequences * heads.channels * int(defines["TAPS"]) if conv else 4 * n * heads.channels),
             flops=n * heads.inner * (5 * heads.d_state + 8),
             waits=SpinWaits(part=(zx.name,)) if conv is not None else None,
         )
@@ -207,17 +211,18 @@ class SsmScan(_Scan):
         return total((times(per_value, y.elements), times(per_head, y.shape[0] * n_head)))
 
     def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
-        """Of the state one of its two slots."""
-        return nbytes(tensor) // (2 if tensor.kind == "state" else 1)
+        """Of the state one of its slots."""
+        return nbytes(tensor) // (tensor.shape[0] if tensor.kind == "state" else 1)
 
     def stored_bytes(self, node: Node, n_kv: int) -> int:
-        return nbytes(node.inputs[-1]) // 2
+        state = node.inputs[-1]
+        return nbytes(state) // state.shape[0] * (node.outputs[0].shape[0] if node.params.get("keep") else 1)
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         if "sequences" in params:
             return ssm_sequences.scanned(inputs, params.get("snapshots", 1))
         xbc, zx, a, d, dt_bias, pos, state = inputs
-        return list(scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"]))
+        return list(scanned(xbc, zx, a, d, dt_bias, pos, state, params["n_group"], bool(params.get("keep"))))
 
     def case(self, params: Mapping[str, Any]) -> Case:
         """A line of test-backend-ops, which has `n_seqs`, is one of several sequences."""
@@ -239,6 +244,9 @@ class SsmScan(_Scan):
             yield self.build_case(n, 3, 8, 16, pos0=pos0, padding=padding)
         yield self.build_case(3, 4, 20, 20, n_group=2, pos0=1)
         yield self.build_case(6, 6, 64, 128, n_group=3, pos0=5, padding=1)
+        for n, pos0, padding in ((4, 0, 0), (4, 6, 0), (8, 30, 5), (1, 9, 0)):
+            yield self.build_case(n, 4, 20, 16, n_group=2, pos0=pos0, padding=padding, slots=9, keep=True)
+        yield self.build_case(40, 4, 20, 16, n_group=2, pos0=3, slots=9)
         yield from ssm_sequences.scan_cases()
 
     def full_cases(self) -> Iterator[Case]:
@@ -251,17 +259,33 @@ class SsmScan(_Scan):
         yield self.build_case(512, 48, 64, 128, pos0=512)
 
     def build_case(
-        self, n: int, n_head: int, head_dim: int, d_state: int, n_group: int = 1, pos0: int = 0, padding: int = 0, seed: int = 37
+        self,
+        n: int,
+        n_head: int,
+        head_dim: int,
+        d_state: int,
+        n_group: int = 1,
+        pos0: int = 0,
+        padding: int = 0,
+        slots: int = 2,
+        keep: bool = False,
+        seed: int = 37,
     ) -> Case:
-        """Values normal, a in -16..-1 by its logarithm, dt from 0.001 to some 5, as trained models have them."""
+        """Values normal, a in -16..-1 by its logarithm, dt from 0.001 to some 5, as trained models have them. slots: of the state;
+        keep: each token stores its own."""
+        check_slots(slots, keep, n)
 
         def make(rng: np.random.Generator) -> Problem:
             heads = Heads(n_head, head_dim, d_state, n_group)
-            inputs = (Tensor("xbc", "F32", (n, heads.channels), "input"), *_inputs(n, heads))
-            node = Node(self.name, inputs, (Tensor("y", "F32", (n, heads.inner)), inputs[-1]), {"n_group": n_group})
+            *others, state = _inputs(n, heads)
+            state = dataclasses.replace(state, shape=(slots, *state.shape[1:]))
+            inputs = (Tensor("xbc", "F32", (n, heads.channels), "input"), *others, state)
+            params = {"n_group": n_group} | ({"keep": True} if keep else {})
+            node = Node(self.name, inputs, (Tensor("y", "F32", (n, heads.inner)), state), params)
             return Problem(node, _values(node, rng, pos0, padding))
 
-        return Case(self.name, _params(n, n_head, head_dim, d_state, n_group, pos0, padding, seed), make, seed)
+        shown = {"n": n, "n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "pos0": pos0, "padding": padding}
+        return Case(self.name, {**shown, **({"slots": slots, "keep": keep} if slots != 2 else {}), "seed": seed}, make, seed)
 
 
 @register
@@ -319,6 +343,7 @@ class SsmConvScan(_Scan):
         yield self.build_case(6, 64, 128, n_group=3, pos=5)
         yield self.build_case(6, 64, 128, n_group=3, pos=6).where(sync="sentinel")
         yield self.build_case(2, 12, 32, pos=-1)
+        yield self.build_case(4, 20, 20, n_group=2, pos=23, kept=9)
         yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0, 3, 1), pos=5)
         yield self.build_case(4, 20, 20, n_group=2, taps=3, bias=False, slots=(1, 4))
         yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0), pos=1).where(sync="sentinel")
@@ -342,10 +367,12 @@ class SsmConvScan(_Scan):
         pos: int = 0,
         bias: bool = True,
         slots: Shape = (),
+        kept: int = 2,
         seed: int = 41,
     ) -> Case:
         """As for SSM_SCAN. pos -1: the token is padding. slots: the sequence of each of several tokens, which are at positions pos, pos + 1
-        ..., and the last a hole where there are more than two."""
+        ..., and the last a hole where there are more than two. kept: slots of a state."""
+        check_slots(kept, False, 1)
         if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
             raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
 
@@ -354,11 +381,11 @@ class SsmConvScan(_Scan):
             n = len(slots) or 1
             zx, *others, at, state = _inputs(n, heads)
             n_slots = (max(slots) + 1,) if slots else ()
-            state = dataclasses.replace(state, shape=(*n_slots, *state.shape))
+            state = dataclasses.replace(state, shape=(*n_slots, kept, *state.shape[1:]))
             sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
             conv = [Tensor("w", "F32", (heads.channels * taps,), "weight")]
             conv += [Tensor("bias", "F32", (heads.channels,), "weight")] if bias else []
-            conv_state = Tensor("conv_state", "F32", (*n_slots, taps, heads.channels), "state")
+            conv_state = Tensor("conv_state", "F32", (*n_slots, taps + kept - 2, heads.channels), "state")
             outputs = (Tensor("y", "F32", (n, heads.inner)), conv_state, state)
             params = {"n_group": n_group} | ({"has_slots": True} if slots else {})
             node = Node(self.name, (zx, *conv, *others, at, conv_state, state, *sequences), outputs, params)
@@ -367,13 +394,8 @@ class SsmConvScan(_Scan):
 
         params: dict[str, Any] = {"n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "taps": taps}
         params |= {"pos": pos, "bias": bias}
-        params |= {"slots": slots} if slots else {}
+        params |= ({"slots": slots} if slots else {}) | ({"kept": kept} if kept != 2 else {})
         return Case(self.name, {**params, "seed": seed}, make, seed)
-
-
-def _params(n: int, n_head: int, head_dim: int, d_state: int, n_group: int, pos0: int, padding: int, seed: int) -> dict[str, Any]:
-    sizes = {"n": n, "n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group}
-    return {**sizes, "pos0": pos0, "padding": padding, "seed": seed}
 
 
 def _inputs(n: int, heads: Heads) -> tuple[Tensor, ...]:
