@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
 from vkback.ops.lowering import LowerContext
 from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain
 from vkback.timing.launches import Measurement
 from vkback.timing.read_rate import MIN_READ, measure_read_rate, plain_read_us
-from vkback.tuning.lookup import Tuning
+from vkback.tuning.lookup import Tuning, with_overrides
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import argparse
 import re
 from pathlib import Path
 
-from vkback.autotune.overrides import with_overrides
 from vkback.compilers.machine_code import MachineCodeError, disassembled, loops, nvidia_code
 from vkback.device import Device
 from vkback.models.registry import Model
@@ -21,7 +20,7 @@ from vkback.plan.planner import plan
 from vkback.program import dispatch_spec
 from vkback.shader import ShaderLibrary
 from vkback.timing.token_program import token_graph
-from vkback.tuning.lookup import Tuning
+from vkback.tuning.lookup import Tuning, with_overrides
 
 
 def show(device: Device, library: ShaderLibrary, d: Dispatch, number: int, folder: Path | None) -> None:

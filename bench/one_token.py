@@ -2,7 +2,7 @@
 
     python bench/one_token.py MODEL.gguf [--ctx 4352] [--depth 4096] [--rounds 3] VARIANT...
 
-A variant is rows of a tuning table that come before all others (vkback/autotune/overrides.py):
+A variant is rows of a tuning table that come before all others (vkback/tuning/overrides.py):
 
     "attention : wg_size=512 steps=2"      "gemv experts=each : wg=512 x_in_shared=true; schedule : sync=barrier"
 
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vkback.autotune.overrides import with_overrides
 from vkback.autotune.program_sweep import CHECKED_TOKENS
 from vkback.device import Device
 from vkback.errors import VkbackError
@@ -32,7 +31,7 @@ from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import warm_up
 from vkback.timing.token_program import TokenProgram, Tokens
-from vkback.tuning.lookup import Tuning
+from vkback.tuning.lookup import Tuning, with_overrides
 
 WARM_S = 0.02
 

@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from vkback.autotune.overrides import with_overrides
 from vkback.device import Device
 from vkback.models.registry import Model
 from vkback.ops.lowering import LowerContext
@@ -24,7 +23,7 @@ from vkback.plan.planner import plan
 from vkback.shader import ShaderLibrary
 from vkback.timing.stage_clocks import POINTS, StageClock, measure_clocks
 from vkback.timing.token_program import Tokens
-from vkback.tuning.lookup import Tuning
+from vkback.tuning.lookup import Tuning, with_overrides
 
 
 def kind(clock: StageClock) -> tuple[str, int]:

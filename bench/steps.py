@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vkback.autotune.overrides import with_overrides
 from vkback.device import BufferRange, Device
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
@@ -34,7 +33,7 @@ from vkback.program import Program, WeightRanges, compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, stamp, warm_up
 from vkback.timing.stages import loaded, zeroed
-from vkback.tuning.lookup import Tuning
+from vkback.tuning.lookup import Tuning, with_overrides
 
 WARM_S = 0.02
 REPEAT = 8

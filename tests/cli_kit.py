@@ -74,6 +74,8 @@ class FakeEngine:
     bytes_per_token = 1_000_000
     ubatch = 512
     tuning = "0123456789ab"
+    tables = "default.toml"
+    fusion = "all"
     n_ctx = 512
     model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256), has_text=True, file=SimpleNamespace(metadata={}), tokenizer=FakeTokenizer())
     device = SimpleNamespace(

@@ -10,7 +10,6 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback import quants
-from vkback.autotune.overrides import override_rows
 from vkback.device import Device
 from vkback.evaluate.judge import judge
 from vkback.harness.cases import make_case
@@ -24,6 +23,7 @@ from vkback.shader import ShaderLibrary
 from vkback.timing.dependent import DependentChain, DependentTiming, round_problems
 from vkback.timing.launches import Measurement
 from vkback.tuning.lookup import Overrides, Tuning
+from vkback.tuning.overrides import override_rows
 from vkback.tuning.row import TuningError
 
 WORD = {"schedule": {"sync": "sentinel"}}

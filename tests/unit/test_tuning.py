@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 import vkback.plan.schedule_choice  # noqa: F401  declares every family
-from vkback.autotune.overrides import override_rows, with_overrides
 from vkback.device import Capabilities, profile_ids
 from vkback.device.architecture import BY_ID, BY_NAME, DRIVERS, driver_class, known_class
 from vkback.ops.family import FAMILIES, Chooser
+from vkback.ops.lowering import LowerContext
 from vkback.paths import tuning_root, user_tuning_root
-from vkback.tuning.lookup import Overrides, Tuning, device_table, identity, slug
+from vkback.plan.exact import exact_context
+from vkback.tuning.lookup import Overrides, Tuning, device_table, identity, slug, tables_text, with_overrides
+from vkback.tuning.overrides import override_rows
 from vkback.tuning.row import TuningError
 from vkback.tuning.table import load_table, parse_table
 
@@ -433,3 +435,26 @@ def test_a_table_that_is_never_read_is_told_once(tmp_path: Path, monkeypatch: py
         Tuning.for_device(CARD)
     said = f"{tmp_path / 'mycard.toml'} is never read: the table of this device is called {device_table(CARD)}"
     assert caplog.messages == [said]
+
+
+def test_overrides_of_the_environment_come_before_all_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Tuning.for_device(CARD)
+    monkeypatch.setenv("VKBACK_OVERRIDES", "gemv quant=Q4_K : rows=8; schedule : sync=barrier")
+    changed = Tuning.for_device(CARD)
+    assert identity(changed) != identity(plain)
+    assert tables_text(plain) == "amd.toml, default.toml"
+    assert tables_text(changed) == "gemv quant=Q4_K : rows=8, schedule : sync=barrier, amd.toml, default.toml"
+    monkeypatch.setenv("VKBACK_OVERRIDES", "gemv : row=8")
+    with pytest.raises(TuningError, match="row"):
+        Tuning.for_device(CARD)
+
+
+def test_batch_invariant_plans_tell_their_tables_apart() -> None:
+    """They said "", so that a store took results of any tables together."""
+    contexts = [
+        exact_context(LowerContext(CARD, tables))
+        for tables in (Tuning.for_device(CARD), with_overrides(Tuning.for_device(CARD), "gemv : rows=8"))
+    ]
+    names = [identity(ctx.tuning) for ctx in contexts]
+    assert all(names) and names[0] != names[1] and names[0] != identity(Tuning.for_device(CARD))
+    assert tables_text(contexts[1].tuning) == "gemv : rows=8, amd.toml, default.toml"

@@ -108,9 +108,9 @@ def compare(
 
 def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any], about: dict[str, Any]) -> Any:
     """The side that --against names."""
-    from vkback.autotune.overrides import with_overrides
     from vkback.device import NoDevice
     from vkback.evaluate import node_compare as nodes
+    from vkback.tuning.lookup import with_overrides
 
     if Path(against).is_file():
         return nodes.load(Path(against), about)

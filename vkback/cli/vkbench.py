@@ -43,11 +43,15 @@ from vkback.cli.vkbench_run import Feed, cpu_name, driver_text, measure, where_i
 from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
 from vkback.report.bench_table import BENCH, BenchResult
 from vkback.report.build import build_info
+from vkback.report.pairs import PAIRS
 
 if TYPE_CHECKING:
     from vkback.ops.matmul.gemm_problem import GemmKernel
 
 FEEDS = get_args(Feed)
+FUSIONS = ("all", "none")
+REPETITIONS = 5
+"""As of llama-bench."""
 
 
 def print_devices(wanted: bool) -> None:
@@ -67,6 +71,7 @@ class Settings:
     """All that applies to every test of a run.
 
     exact      batch-invariant
+    fusion     "all" or "none"
     read_rate  GB/s, None to measure it, 0 to do without
     math_rate  TFLOPS, likewise
     compile_line  whether stderr is free for a line about compile time
@@ -75,6 +80,7 @@ class Settings:
     repetitions: int
     device: str | None
     exact: bool
+    fusion: str
     feed: Feed
     read_rate: float | None
     math_rate: float | None
@@ -96,7 +102,10 @@ def bench(
     ubatch: Annotated[
         list[str] | None, typer.Option("-ub", "--ubatch-size", "--ubatch", help="Prompt tokens processed at once, same notation.")
     ] = None,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each test is measured.")] = 5,
+    repetitions: Annotated[
+        int | None,
+        typer.Option("-r", "--repetitions", min=1, help=f"Times that each test is measured [default: 5; {PAIRS} with --against]."),
+    ] = None,
     output: OutputOption = "md",
     as_json: AsJsonOption = False,
     output_err: OutputErrOption = "none",
@@ -109,7 +118,18 @@ def bench(
     ] = "f16",
     cache_type_v: Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")] = "f16",
     exact: ExactOption = False,
-    feed: Annotated[str, typer.Option(help="self: generate as in use; random: random tokens one by one, as llama-bench does.")] = "self",
+    fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="DIR|COMMIT|TABLE|PROGRAM",
+            help="Run by run in turn with another build, table, 'FAMILY : KEY=VALUE', '--act f32' or llama-bench, with one verdict.",
+        ),
+    ] = None,
+    feed: Annotated[
+        str | None, typer.Option(help="self: generate as in use [default]; random: random tokens one by one, as llama-bench does.")
+    ] = None,
     to_host: Annotated[
         bool, typer.Option("--logits-to-host", help="One submit a token and all its logits read back: the same as --feed random.")
     ] = False,
@@ -125,6 +145,7 @@ def bench(
     list_devices: Annotated[
         bool, typer.Option("--list-devices", callback=print_devices, is_eager=True, help="List the Vulkan devices, and end.")
     ] = False,
+    turns: Annotated[bool, typer.Option("--turns", hidden=True)] = False,
     version: VersionOption = False,
 ) -> None:
     """Measure tokens per second: mean and deviation over repetitions. Without -m, both built-in models; without a test, pp512 and tg128.
@@ -138,11 +159,13 @@ def bench(
     pairs_of_types = product(cache_type_k.split(","), cache_type_v.split(","))
     checked = [load_options(cache_type_k=k.strip(), cache_type_v=v.strip()) for k, v in pairs_of_types]
     caches = [(each.cache_type_k, each.cache_type_v) for each in checked]
-    feed = "random" if to_host else feed
+    feed = "random" if to_host or (feed is None and measures_as_llama_bench(against)) else feed or "self"
+    one_of(fusion, FUSIONS, "--fusion")
     settings = Settings(
-        repetitions=repetitions,
+        repetitions=repetitions or REPETITIONS,
         device=device,
         exact=exact,
+        fusion=fusion,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
         math_rate=math_rate,
@@ -153,14 +176,63 @@ def bench(
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
+    variants = [(a, u, c) for a in acts for u in ubatches for c in caches]
+    if turns:
+        _turns(files, variants, tests, settings)
+        return
+    if against is not None:
+        from vkback.cli.vkbench_against import compare_in_turn, refuse
+        from vkback.cli.vkbench_sides import How
+
+        if store is not None:
+            refuse("--store", "a store has speeds of one build; --save keeps the comparison")
+        if output_err != "none":
+            refuse("-oe", "the table is printed once; --save keeps it")
+        hows = [
+            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "")
+            for path in files
+            for a, u, c in variants
+        ]
+        compare_in_turn(against, hows, tests, repetitions or PAIRS, "json" if as_json else output, save or [], settings.command)
+        return
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
     columns += [f"type_{one}" for one, types in zip("kv", zip(*caches, strict=True), strict=True) if {*types} != {"f16"}]
-    columns += ["exact"] * exact + ["act"] * (acts != ["auto"]) + ["feed"] * (feed != "self") + ["% read"] * (read_rate != 0)
+    columns += (
+        ["fusion"] * (fusion != "all")
+        + ["exact"] * exact
+        + ["act"] * (acts != ["auto"])
+        + ["feed"] * (feed != "self")
+        + ["% read"] * (read_rate != 0)
+    )
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     outputs = Outputs(BENCH, output, as_json, output_err, save, store, extra=frozenset(columns), build=settings.build, inputs=files)
     with outputs:
-        _measure_all(files, [(a, u, c) for a in acts for u in ubatches for c in caches], tests, settings, outputs)
+        _measure_all(files, variants, tests, settings, outputs)
+
+
+def measures_as_llama_bench(against: str | None) -> bool:
+    """Whether --against names a llama-bench."""
+    if against is None:
+        return False
+    from vkback.cli.vkbench_sides import is_llama_bench
+
+    return is_llama_bench(against)
+
+
+def _turns(
+    files: Sequence[Path], variants: Sequence[tuple[str, int | None, tuple[str, str]]], tests: Sequence[BenchTest], settings: Settings
+) -> None:
+    """One side of --against, for one model in one variant."""
+    from vkback.cli.vkbench_turns import take_turns
+
+    (path,), ((act, ubatch, cache),) = files, variants
+    k, v = cache
+    n_ctx = max(t.n_ctx for t in tests)
+    how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
+    with load_engine(path, settings.device, how) as engine:
+        begun = datetime.now(UTC)
+        take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
 
 
 def _measure_all(
@@ -180,6 +252,7 @@ def _measure_all(
         progress = bars(settings.progress or sys.stderr.isatty())
         k, v = cache
         how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
+        how = replace(how, fusion=settings.fusion)
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
@@ -226,6 +299,19 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
     made = engine.compiled - before
     if made.compiled and settings.compile_line:
         print(f"vkbench: {path.name} {test.name}: {made}, not part of the speed", file=sys.stderr, flush=True)
+    return _result(engine, test, path, act, cache, settings, begun, samples)
+
+
+def _result(
+    engine: EngineLike,
+    test: BenchTest,
+    path: Path,
+    act: str,
+    cache: tuple[str, str],
+    settings: Settings,
+    begun: datetime,
+    samples: tuple[int, ...],
+) -> BenchResult:
     return BenchResult(
         build_commit=settings.build[0],
         build_number=settings.build[1],
@@ -250,7 +336,9 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
         act=act,
         exact=settings.exact,
         feed=settings.feed,
+        fusion=engine.fusion,
         tuning=engine.tuning,
+        tables=engine.tables,
         bytes_per_token=engine.bytes_per_token,
     )
 

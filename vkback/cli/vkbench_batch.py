@@ -183,6 +183,7 @@ def batch(
             act=act,
             exact=exact,
             tuning=engine.tuning,
+            tables=engine.tables,
             test_time="",
             command=command,
         )

@@ -43,47 +43,65 @@ def measure(
     Random tokens come from `seed`, so every repetition and every run processes the same ones. Raises EngineError where the logits, or what
     the caches hold, are no numbers.
     """
-    vocabulary = engine.model.hp.n_vocab  # synthetic models have no tokenizer to ask
-    rng = np.random.default_rng(seed)
-    depth = rng.integers(vocabulary, size=test.n_depth).tolist()
-    prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()
-    fed = rng.integers(vocabulary, size=max(test.n_gen, 1)).tolist()
-
-    random = feed == "random"
-
-    def go(n_gen: int) -> None:
-        if prompt:
-            engine.prompt(prompt)
-        if not n_gen:
-            return
-        if random:
-            for token in fed[:n_gen]:
-                engine.decode_logits(token)
-        else:
-            exhaust(engine.generate(fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
-
-    sampler = make_sampler() if test.n_gen and not random else None
-    engine.prepare(prompt=[len(t) for t in (prompt, depth) if t], logits=bool(test.n_gen) and random, sampler=sampler)
+    timed = TimedTest(engine, test, feed=feed, seed=seed, clock=clock)
     if warmup:
         note("warm-up")
-        begun = None  # the first turn may still record something, while the GPU idles: it does not count
-        while begun is None or clock() - begun < WARMUP_NS:
-            engine.reset()
-            go(min(test.n_gen, WARMUP_TOKENS))
-            if engine.device.caps.device_type == "cpu":
-                break
-            begun = begun or clock()
+        timed.warm_up()
     samples = []
     for i in range(repetitions):
         note(f"run {i + 1}/{repetitions}")
-        engine.reset()
-        if depth:
-            engine.prompt(depth)
-        start = clock()
-        go(test.n_gen)
-        samples.append(clock() - start)
+        samples.append(timed.run())
     engine.check_caches()  # prompts make no logits, which would tell
     return tuple(samples)
+
+
+class TimedTest:
+    """A test with its kernels compiled and its tokens chosen, to be run as often as wanted. Arguments as those of `measure`."""
+
+    def __init__(
+        self, engine: EngineLike, test: BenchTest, *, feed: Feed = "self", seed: int = 0, clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self.engine, self.test = engine, test
+        self._random = feed == "random"
+        self._clock = clock
+        vocabulary = engine.model.hp.n_vocab  # synthetic models have no tokenizer to ask
+        rng = np.random.default_rng(seed)
+        self._depth = rng.integers(vocabulary, size=test.n_depth).tolist()
+        self._prompt = rng.integers(vocabulary, size=test.n_prompt).tolist()
+        self._fed = rng.integers(vocabulary, size=max(test.n_gen, 1)).tolist()
+        sampler = make_sampler() if test.n_gen and not self._random else None
+        lengths = [len(t) for t in (self._prompt, self._depth) if t]
+        engine.prepare(prompt=lengths, logits=bool(test.n_gen) and self._random, sampler=sampler)
+
+    def _go(self, n_gen: int) -> None:
+        if self._prompt:
+            self.engine.prompt(self._prompt)
+        if not n_gen:
+            return
+        if self._random:
+            for token in self._fed[:n_gen]:
+                self.engine.decode_logits(token)
+        else:
+            exhaust(self.engine.generate(self._fed[0], n_gen, sampler=make_sampler(), stop_at_eos=False))
+
+    def warm_up(self) -> None:
+        """Once on a CPU driver, on a GPU for WARMUP_NS."""
+        begun = None  # the first turn may still record something, while the GPU idles: it does not count
+        while begun is None or self._clock() - begun < WARMUP_NS:
+            self.engine.reset()
+            self._go(min(self.test.n_gen, WARMUP_TOKENS))
+            if self.engine.device.caps.device_type == "cpu":
+                break
+            begun = begun or self._clock()
+
+    def run(self) -> int:
+        """Nanoseconds of one repetition, on caches that hold the test's depth."""
+        self.engine.reset()
+        if self._depth:
+            self.engine.prompt(self._depth)
+        start = self._clock()
+        self._go(self.test.n_gen)
+        return self._clock() - start
 
 
 def exhaust(tokens: Iterable[int]) -> None:

@@ -61,7 +61,7 @@ from vkback.plan.schedule import Schedule
 from vkback.program import CompileTotals, Program
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
-from vkback.tuning.lookup import Tuning, identity
+from vkback.tuning.lookup import Tuning, identity, tables_text
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -332,6 +332,11 @@ class Engine:
     def tuning(self) -> str:
         """What identifies the tuning tables of this engine and what overrides them."""
         return identity(self.ctx.tuning)
+
+    @property
+    def tables(self) -> str:
+        """These tables by name, the strongest first, and the rows that override them."""
+        return tables_text(self.ctx.tuning)
 
     @property
     def size_bytes(self) -> int:

@@ -26,7 +26,7 @@ class BatchResult:
     n_kv             rows in use at the end
     samples_t_pp     seconds until all prompts were read, of each repetition; samples_t_tg: from then until the last token
     n_depth          rows that each sequence had before, outside the time
-    tuning           as of `BenchResult`
+    tuning, tables   as of `BenchResult`
     """
 
     n_kv_max: int
@@ -60,6 +60,7 @@ class BatchResult:
     act: str = "auto"
     exact: bool = False
     tuning: str = ""
+    tables: str = ""
     test_time: str
     command: str = ""
 

@@ -28,6 +28,7 @@ class BenchResult:
     samples_ns     time of each repetition
     bytes_per_token, read_rate_gb_s   None where not known; GB = 1e9 bytes
     tuning          tells the tuning tables and overrides that it was made with from others (vkback/tuning/lookup.py); "": not known
+    tables          the files of these tables, the strongest first, and the overrides
     prompt_flops    operations of the test's prompt (vkback/plan/cost/flops.py); None where not known
     math_way        by what most of them are made, "coop_mat", "int_dot" or "f32", and math_rate_tflops: what the device was measured to
                     reach by it in registers (vkback/timing/math_rate.py); "" and None where not known
@@ -77,7 +78,9 @@ class BenchResult:
     act: str = "auto"
     exact: bool = False
     feed: str = "self"
+    fusion: str = "all"
     tuning: str = ""
+    tables: str = ""
     bytes_per_token: int | None = None
     read_rate_gb_s: float | None = None
     prompt_flops: int | None = None
@@ -194,6 +197,7 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "act": (Column("act", 10, left=True), lambda r: r.act),
     "exact": (Column("exact", 5, left=True), lambda r: "yes" if r.exact else "no"),
     "feed": (Column("feed", 10, left=True), lambda r: r.feed),
+    "fusion": (Column("fusion", 6, left=True), lambda r: r.fusion),
     "test": (Column("test", 15), lambda r: r.test),
     "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),
     "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s, 2)),

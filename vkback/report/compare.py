@@ -54,6 +54,7 @@ SETTINGS = (
     "act",
     "exact",
     "feed",
+    "fusion",
 )
 """Parameters that tell two rows of one file apart; those that never vary inside a file are not compared across files."""
 
@@ -96,19 +97,24 @@ class Difference:
     after: Speed
     change: Change
     beside: Mapping[str, Speed | None] = field(default_factory=dict)
+    ratio: float | None = None
+    """Of the speeds, where more is known than their means."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields for machines."""
 
     @property
     def percent(self) -> float:
-        return 100 * (self.after.mean / self.before.mean - 1)
+        return 100 * ((self.ratio or self.after.mean / self.before.mean) - 1)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """differences in the order of the old file; tests found in one file only, by their description."""
+    """differences in the order of the old file; tests found in one file only, by their description. labels: what both are called."""
 
     differences: list[Difference]
     only_before: list[str]
     only_after: list[str]
+    labels: tuple[str, str] = ("before", "after")
 
 
 def load(path: str | Path) -> pd.DataFrame:
@@ -401,21 +407,10 @@ def two_sided_p(t: float, freedom: float) -> float:
 HEADERS = {"flash_attn": "fa", "devices": "dev", "gpu_info": "device"}
 """What settings are called in tables, where that is not their name."""
 
-_WIDTHS = {
-    "model": 30,
-    "size": 10,
-    "params": 10,
-    "backend": 10,
-    "ngl": 3,
-    "test": 15,
-    "t/s (before)": 20,
-    "t/s (after)": 20,
-    "diff": 8,
-    "beats the noise": 24,
-}
+_WIDTHS = {"model": 30, "size": 10, "params": 10, "backend": 10, "ngl": 3, "test": 15, "diff": 8, "beats the noise": 24}
 """Columns of the markdown table with their least widths; settings stand before the test. Others are aligned left."""
 
-_RIGHT = ("size", "params", "ngl", "test", "t/s (before)", "t/s (after)", "diff")
+_RIGHT = ("size", "params", "ngl", "test", "diff")
 _GROWING = ("backend", "ngl", "test")
 
 
@@ -432,8 +427,7 @@ def _cells(comparison: Comparison) -> pd.DataFrame:
                 **{HEADERS.get(s, s): value for s, value in d.settings.items()},
                 "test": d.test,
                 **{f"t/s ({name})": _text(s) for name, s in d.beside.items()},
-                "t/s (before)": _text(d.before),
-                "t/s (after)": _text(d.after),
+                **{f"t/s ({name})": _text(s) for name, s in zip(comparison.labels, (d.before, d.after), strict=True)},
                 "diff": f"{d.percent:+.1f}%",
                 "beats the noise": change_text(d.change),
             }
@@ -488,7 +482,7 @@ def html(comparison: Comparison, title: str) -> str:
 
 def _column(cells: pd.Series[str]) -> Column:
     name = str(cells.name)
-    width = _WIDTHS.get(name, len(name))
+    width = 20 if name.startswith("t/s") else _WIDTHS.get(name, len(name))
     if name in _GROWING or name not in _WIDTHS:
         width = max(width, int(cells.str.len().max()))
     return Column(name, width, left=name not in _RIGHT and not name.startswith("t/s"))
@@ -527,6 +521,7 @@ def records(comparison: Comparison) -> pd.DataFrame:
                 "diff_percent": d.percent,
                 "beats_noise": d.change.beats_noise,
                 "reason": d.change.reason,
+                **d.detail,
             }
             for d in comparison.differences
         ]

@@ -14,7 +14,7 @@ from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, p
 from vkback.report.result_table import ReportError
 from vkback.report.settings import test_names, texts, unlike
 
-VARYING = ("act", "exact", "feed", "n_ubatch", "type_k", "type_v")
+VARYING = ("act", "exact", "feed", "fusion", "n_ubatch", "type_k", "type_v")
 """Settings that tell series apart, shown with the test where they are not what most results have."""
 
 

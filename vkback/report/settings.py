@@ -32,6 +32,7 @@ MEASURED = frozenset(
         "build_commit",
         "build_number",
         "tuning",
+        "tables",
     )
 )
 """What was measured, when, and by which build and tables: rows may differ in it and be of one test. Results of two builds or tables

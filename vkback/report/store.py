@@ -126,6 +126,7 @@ class Store:
     def _bench(self) -> pd.DataFrame:
         rows = self._rows(BENCH_TABLE)
         rows["exact"] = rows["exact"].fillna(0)  # results from before there was the setting
+        rows["fusion"] = rows["fusion"].fillna("all")
         tokens = rows["n_prompt"] + rows["n_gen"]
         rows["samples_ts"] = [[1e9 * n / ns for ns in json.loads(text)] for n, text in zip(tokens, rows["samples_ns"], strict=True)]
         return rows

@@ -8,6 +8,7 @@ default.toml.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from vkback.device import Capabilities
 from vkback.events import TO_MEND, log
 from vkback.ops.family import FAMILIES, Choice, Chooser, Family, table_word
 from vkback.paths import tuning_root, user_tuning_root
+from vkback.tuning.overrides import OVERRIDES, override_rows, row_text
 from vkback.tuning.row import Row, TuningError
 from vkback.tuning.table import check_match, check_parameter, load_table, renamed
 
@@ -30,7 +32,7 @@ class Tuning:
 
     @classmethod
     def for_device(cls, caps: Capabilities, root: Path | None = None, *, user: Path | None = None) -> Tuning:
-        """Tables by device name and vendor, then default.toml, each if it exists.
+        """Rows of the variable VKBACK_OVERRIDES, then tables by device name and vendor, then default.toml, each if it exists.
 
         root  folder of the tables, default vkback's own
         user  folder of the user's device tables, default the platform's (`paths.user_tuning_root`) if `root` is not given either
@@ -44,6 +46,7 @@ class Tuning:
             _tell_unread(user, device)
         vendor = load_table(root / f"{caps.vendor}.toml")
         tables = [
+            override_rows(os.environ.get("VKBACK_OVERRIDES", "")),
             load_table(user / device, shown=str(user / device)) if user else (),
             load_table(root / device),
             [r for r in vendor if r.devices and r.suits(caps)],
@@ -132,7 +135,7 @@ class Overrides:
 
 
 def identity(tables: Chooser) -> str:
-    """What tells tables apart that may choose otherwise: a hash of their rows without the evidence, and of overrides; 12 digits."""
+    """What tells tables apart that may choose otherwise: a hash of their rows without evidence, and of what overrides them; 12 digits."""
     digest = hashlib.sha256()
     if isinstance(tables, Overrides):
         digest.update(f"{identity(tables.tables)} {dict(tables.params)} {dict(tables.match)}".encode())
@@ -141,9 +144,28 @@ def identity(tables: Chooser) -> str:
             for row in table:
                 digest.update(f"{row.family} {row.match} {row.set}\n".encode())
             digest.update(b"\0")
+    elif inner := getattr(tables, "tables", None):  # what queries them otherwise, as --exact does
+        digest.update(f"{type(tables).__name__} {identity(inner)}".encode())
     else:
         return ""
     return digest.hexdigest()[:12]
+
+
+def with_overrides(tables: Tuning, text: str) -> Tuning:
+    """Tables that the rows of `text` come before (vkback/tuning/overrides.py)."""
+    return Tuning([override_rows(text), *tables.tables])
+
+
+def tables_text(tables: Chooser) -> str:
+    """The files that rows come from, the strongest first, and in place of a file the rows of a command line:
+    "gemv : wg=512, device_my_card.toml, nvidia.toml, default.toml"."""
+    if isinstance(tables, Overrides):
+        return ", ".join(filter(None, (tables.source, tables_text(tables.tables))))
+    if not isinstance(tables, Tuning):
+        inner = getattr(tables, "tables", None)
+        return tables_text(inner) if inner else ""
+    names = [row_text(row) if row.file == OVERRIDES else Path(row.file).name for table in tables.tables for row in table]
+    return ", ".join(dict.fromkeys(names))
 
 
 def known_families() -> Mapping[str, Family]:

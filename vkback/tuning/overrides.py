@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from vkback.tuning.lookup import Tuning
+from vkback.ops.family import table_word
 from vkback.tuning.row import Row
 from vkback.tuning.table import parse_table, row_lines
+
+OVERRIDES = "device_override.toml"
+"""The file that such rows say they are of."""
 
 
 def override_rows(text: str) -> list[Row]:
@@ -19,12 +22,7 @@ def override_rows(text: str) -> list[Row]:
         keys, _, params = part.partition(":")
         family, *match = keys.split() or [""]
         lines += row_lines(family, _values(match), _values(params.split()), "command line")
-    return parse_table("\n".join(lines), "device_override.toml")
-
-
-def with_overrides(tables: Tuning, text: str) -> Tuning:
-    """Tables that the rows of `text` come before."""
-    return Tuning([override_rows(text), *tables.tables])
+    return parse_table("\n".join(lines), OVERRIDES)
 
 
 def _values(words: list[str]) -> dict[str, int | str | bool]:
@@ -32,3 +30,9 @@ def _values(words: list[str]) -> dict[str, int | str | bool]:
     booleans = {"true": True, "false": False}
     pairs = [word.partition("=") for word in words]
     return {key: int(value) if value.isdigit() else booleans.get(value, value) for key, _, value in pairs}
+
+
+def row_text(row: Row) -> str:
+    """A row as it was written."""
+    keys = [f"{key}={table_word(value)}" for key, value in row.match.items()]
+    return f"{' '.join([row.family, *keys])} : {' '.join(f'{key}={table_word(value)}' for key, value in row.set.items())}"
