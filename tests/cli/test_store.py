@@ -216,6 +216,9 @@ def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("1", "pp512 @ d4096", 11000.0, 11000.0),
     ]
     assert [r["beats_noise"] for r in records] == [False, True, False]
+    assert records[1]["reason"] == "from 2 repetitions on"
+    records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(theirs), str(ours), "-r", "5", "--json"))
+    assert [r["beats_noise"] for r in records] == [False, True, False] and records[1]["reason"].startswith("p = ")
     table = io.StringIO()
     writer = BENCH.open_writer("md", table, ("% read",))
     writer.header("vkback: 0 = a device")
@@ -374,3 +377,65 @@ def test_tables_fit_a_terminal() -> None:
     assert lines[1].startswith("a card a card") and lines[2].startswith("    card a")
     assert lines[-1].endswith("x~  tg128  1.00 ± 0.10")
     assert tables.terminal(cells.drop(columns="where"), ["model"], width=200)[1].startswith("x" * 60)
+
+
+PASTED = """@somebody
+Some initial perf results:
+
+before:
+
+C:\\build> llama-bench.exe -fa 1 -n 128 -p 0 -r 10 --prio 1 -m c:\\models\\gpt-oss-20b-mxfp4.gguf
+ggml_vulkan: Found 1 Vulkan devices:
+ggml_vulkan: 0 = NVIDIA GeForce RTX 4070 (NVIDIA) | uma: 0 | fp16: 1 | bf16: 1 | warp size: 32 | matrix cores: NV_coopmat2
+| model                          |       size |     params | backend    | ngl | fa |            test |                  t/s |
+| ------------------------------ | ---------: | ---------: | ---------- | --: | -: | --------------: | -------------------: |
+| gpt-oss 20B MXFP4 MoE          |  11.27 GiB |    20.91 B | Vulkan     |  99 |  1 |           tg128 |         37.22 ± 0.54 |
+| llama 3B Q8_0                  |   3.18 GiB |     3.21 B | Vulkan     |  99 |  1 |           tg128 |        125.48 ± 0.54 |
+
+build: 5d8bb900b (6910)
+
+after:
+
+ggml_vulkan: 0 = NVIDIA GeForce RTX 4070 (NVIDIA) | uma: 0 | fp16: 1 | bf16: 1 | warp size: 32 | matrix cores: NV_coopmat2
+| model                          |       size |     params | backend    | ngl | fa |            test |                  t/s |
+| ------------------------------ | ---------: | ---------: | ---------- | --: | -: | --------------: | -------------------: |
+| gpt-oss 20B MXFP4 MoE          |  11.27 GiB |    20.91 B | Vulkan     |  99 |  1 |           tg128 |         41.86 ± 1.68 |
+| llama 3B Q8_0                  |   3.18 GiB |     3.21 B | Vulkan     |  99 |  1 |           tg128 |        125.95 ± 0.12 |
+
+### Intel A770
+
+model\tsize\tparams\tngl\tfa\ttest\tt/s (before)\tt/s (after)\tdiff
+llama 8B Q2_K - Medium\t2.95 GiB\t8.03 B\t99\t0\ttg128\t29.90 ± 0.32\t44.53 ± 0.74\t+48.9%
+"""
+
+
+def test_a_pasted_thread_gives_a_table_for_each_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "thread.txt"
+    path.write_text(PASTED, encoding="utf-8")
+    records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(path), "--json"))
+    assert [(r["device"], r["model"], r["before_ts"], r["after_ts"], r["beats_noise"]) for r in records] == [
+        ("NVIDIA GeForce RTX 4070", "gpt-oss 20B MXFP4 MoE", 37.22, 41.86, True),  # r = 10, as the command line says
+        ("NVIDIA GeForce RTX 4070", "llama 3B Q8_0", 125.48, 125.95, False),
+        ("Intel A770", "llama 8B Q2_K - Medium", 29.9, 44.53, True),
+    ]
+    page = printed(monkeypatch, capsys, "compare-bench", str(path), "-o", "html")
+    assert page.count("<h2>") == 2 and "white-space:nowrap" in page
+    path.write_text("no table\n", encoding="utf-8")
+    assert "no table with t/s (before) and t/s (after)" in printed(monkeypatch, capsys, "compare-bench", str(path), code=2)
+
+
+def test_the_published_tables_come_out_of_their_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All at once, as they were pasted; what is said without repetitions is no less than what is known with them."""
+    path = str(DATA / "before_after_tables.txt")
+    md = printed(monkeypatch, capsys, "compare-bench", path, "-o", "md")
+    assert [line[3:].partition(", table")[0] for line in md.splitlines() if line.startswith("## ")] == [device for device, _ in published()]
+    assert sum(line.startswith("| ") for line in md.splitlines()) == 110 + 2 * len(published())
+    without = json.loads(printed(monkeypatch, capsys, "compare-bench", path, "--json"))
+    known = json.loads(printed(monkeypatch, capsys, "compare-bench", path, "-r", "5", "--json"))
+    assert len(without) == len(known) == 110 and all(r["reason"].startswith("p = ") for r in known)
+    assert not [r for r, k in zip(without, known, strict=True) if r["beats_noise"] is False and k["beats_noise"]]
+    assert not [r for r, k in zip(without, known, strict=True) if r["beats_noise"] and not k["beats_noise"]]
+    (rocm, *_) = known
+    assert (rocm["ROCm_ts"], rocm["before_ts"], rocm["after_ts"]) == (63.49, 71.4, 83.84)

@@ -10,7 +10,7 @@ import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import chain
 from math import atan2, sqrt
@@ -27,6 +27,7 @@ from vkback.report.batch_rows import bench_rows, is_batch, of_markdown, with_mod
 from vkback.report.batch_table import BATCH
 from vkback.report.bench_table import BENCH, deviation, speed_text
 from vkback.report.markdown import Column, head, line, tables_of
+from vkback.report.pasted import PastedTable, pairs_of, pasted_tables
 from vkback.report.result_table import NotAResult, ReportError
 from vkback.report.settings import test_names, texts, unlike
 from vkback.report.store import Store, is_store
@@ -36,8 +37,11 @@ SIGNIFICANCE = 0.01
 """A difference beats the noise when chance alone would show one as large less often than this. Tables have tens of rows, so 0.05 would
 flag one in twenty of them for nothing."""
 
-SPREAD = 3.0
-"""Without samples: a difference beats the noise when it exceeds this many times the two deviations taken together."""
+ENOUGH_ROWS = 3
+"""Of one test without samples: so many rows on both sides are samples themselves, which know what changes between runs, too."""
+
+USUAL = 5
+"""Repetitions of llama-bench, unless it is told otherwise."""
 
 REQUIRED = ("model_type", "model_size", "model_n_params", "n_prompt", "n_gen", "avg_ts", "stddev_ts")
 
@@ -66,11 +70,13 @@ INTEGERS = ("model_size", "model_n_params", "n_prompt", "n_gen", "n_depth", "n_g
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second. n: repetitions behind mean and deviation, None where the file does not say."""
+    """Tokens per second. n: repetitions behind mean and deviation, None where the file does not say; rows: means of several rows without
+    samples that were taken together."""
 
     mean: float
     deviation: float
     n: int | None
+    rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +199,61 @@ def _parse(path: Path) -> pd.DataFrame:
     return pd.DataFrame(read_objects(text), dtype=object)
 
 
+def pasted(text: str, name: str, repetitions: int | None = None) -> dict[str, Comparison]:
+    """The comparisons that a text holds, by device (vkback/report/pasted.py). name: of the text in errors.
+
+    repetitions  behind each speed, where the text does not say
+    """
+    found: dict[str, Comparison] = {}
+    for device, columns in pairs_of(pasted_tables(text)):
+        if "before" not in columns or "after" not in columns:
+            continue
+        frames = {side: pd.concat([frame_of(table, repetitions) for table in each]) for side, each in columns.items()}
+        made = compare(frames.pop("before"), frames.pop("after"), beside=frames)
+        title = device or "a device"
+        number = sum(known == title or known.startswith(f"{title}, table ") for known in found) + 1
+        found[title if number == 1 else f"{title}, table {number}"] = made
+    if not found:
+        raise NotAResult(
+            f"{name}: no table with t/s (before) and t/s (after), and no tables below lines that say before: and after:; "
+            "give a second result to compare with"
+        )
+    return found
+
+
+def frame_of(table: PastedTable, repetitions: int | None = None) -> pd.DataFrame:
+    """The rows of a pasted table with one column of speeds. Raises ValueError for cells that are none."""
+    n = table.repetitions or repetitions
+    known = {"repetitions": n} if n else {}
+    return _typed(pd.DataFrame([{**_bench_row(row), **known} for row in table.rows], dtype=object))
+
+
+def with_repetitions(rows: pd.DataFrame, repetitions: int | None) -> pd.DataFrame:
+    """Rows that say how many repetitions are behind them, unless they do already."""
+    return rows if repetitions is None or "repetitions" in rows else rows.assign(repetitions=repetitions)
+
+
+def _bench_row(row: Mapping[str, str]) -> dict[str, Any]:
+    """A row as the other formats have it. Raises ValueError."""
+    if lacks := [name for name in ("model", "size", "params", "test", "t/s") if name not in row]:
+        raise ValueError(f"a markdown table without the columns {', '.join(lacks)} of vkbench and llama-bench")
+    speed, sizes = SPEED.fullmatch(row["t/s"]), TEST.fullmatch(row["test"])
+    if speed is None or sizes is None:
+        raise ValueError(f"{row['test']}: {row['t/s']}: expected a test as pp512 or tg128, and its speed as 288.00 ± 45.25")
+    settings = {FROM_HEADERS.get(name, name): value for name, value in row.items() if name not in NO_SETTINGS}
+    return {
+        **settings,
+        "model_type": row["model"],
+        "model_size": _bytes(row["size"]),
+        "model_n_params": _count(row["params"]),
+        "n_prompt": sizes["pp"] or 0,
+        "n_gen": sizes["tg"] or 0,
+        "n_depth": sizes["d"] or 0,
+        "avg_ts": speed[1],
+        "stddev_ts": speed[2],
+    }
+
+
 def _of_markdown(text: str) -> pd.DataFrame:
     """The rows of tables as vkbench and llama-bench print them, and the build that they name. Raises ValueError for other tables."""
     found: list[dict[str, Any]] = []
@@ -201,25 +262,7 @@ def _of_markdown(text: str) -> pd.DataFrame:
             if (batch := of_markdown(row)) is not None:
                 found.append(batch)
                 continue
-            if lacks := [name for name in ("model", "size", "params", "test", "t/s") if name not in row]:
-                raise ValueError(f"a markdown table without the columns {', '.join(lacks)} of vkbench and llama-bench")
-            speed, sizes = SPEED.fullmatch(row["t/s"]), TEST.fullmatch(row["test"])
-            if speed is None or sizes is None:
-                raise ValueError(f"{row['test']}: {row['t/s']}: expected a test as pp512 or tg128, and its speed as 288.00 ± 45.25")
-            settings = {FROM_HEADERS.get(name, name): value for name, value in row.items() if name not in NO_SETTINGS}
-            found.append(
-                {
-                    **settings,
-                    "model_type": row["model"],
-                    "model_size": _bytes(row["size"]),
-                    "model_n_params": _count(row["params"]),
-                    "n_prompt": sizes["pp"] or 0,
-                    "n_gen": sizes["tg"] or 0,
-                    "n_depth": sizes["d"] or 0,
-                    "avg_ts": speed[1],
-                    "stddev_ts": speed[2],
-                }
-            )
+            found.append(_bench_row(row))
     if build := BUILD.search(text):
         found = [{**row, "build_commit": build[1], "build_number": build[2]} for row in found]
     return pd.DataFrame(found, dtype=object)
@@ -366,19 +409,40 @@ def pooled(rows: pd.DataFrame, skip_first: bool) -> Speed:
         return Speed(fmean(flat), deviation(flat), len(flat))
     if skip_first:
         raise ReportError(f"{name}: no samples to leave the first out of (json and jsonl have them)")
-    means = list(rows["avg_ts"])
+    means = [float(mean) for mean in rows["avg_ts"]]
     within = fmean(d**2 for d in rows["stddev_ts"])
-    return Speed(fmean(means), sqrt(within + deviation(means) ** 2), None)
+    known = [int(n) for n in rows["repetitions"] if pd.notna(n)] if "repetitions" in rows else []
+    n = sum(known) if len(known) == len(rows) else None
+    return Speed(fmean(means), sqrt(within + deviation(means) ** 2), n, tuple(means))
 
 
 def change_between(before: Speed, after: Speed) -> Change:
-    """Welch's t-test where both sides say how many repetitions they had, else the difference against the two deviations."""
+    """Welch's t-test on what the two are known by: on rows of one test, where there are enough of them, else on their repetitions. Where
+    nobody says how many these were, what holds for any number."""
+    if min(len(before.rows), len(after.rows)) >= ENOUGH_ROWS:
+        return _of_rows(before.rows, after.rows)
+    if before.n is not None and after.n is not None:
+        return _welch(before, after)
+    if before.deviation == after.deviation == 0:
+        return Change(None, "no deviation given")
+    if before.mean == after.mean:
+        return Change(False, "no difference")
+    least, usual = (_welch(*(replace(each, n=each.n or n) for each in (before, after))) for n in (2, USUAL))
+    return Change(True, "from 2 repetitions on") if least.beats_noise else Change(None, f"{usual.reason} if r = {USUAL}")
+
+
+def _of_rows(before: Sequence[float], after: Sequence[float]) -> Change:
+    """Never "no" where all rows of one side are above all of the other: so few then tell nothing."""
+    speeds = (Speed(fmean(means), deviation(means), len(means)) for means in (before, after))
+    found = _welch(*speeds)
+    apart = max(before) < min(after) or max(after) < min(before)
+    return Change(found.beats_noise or (None if apart else False), f"{found.reason} of {len(before)} and {len(after)} rows")
+
+
+def _welch(before: Speed, after: Speed) -> Change:
+    """Of two that say how many repetitions they had."""
     difference = abs(after.mean - before.mean)
-    if before.n is None or after.n is None:
-        spread = sqrt(before.deviation**2 + after.deviation**2)
-        if spread == 0:
-            return Change(None, "no deviation given")
-        return Change(difference > SPREAD * spread, f"{difference / spread:.1f} deviations")
+    assert before.n is not None and after.n is not None
     if before.n < 2 or after.n < 2:
         return Change(None, "one repetition")
     vb, va = before.deviation**2 / before.n, after.deviation**2 / after.n
@@ -464,7 +528,7 @@ def terminal(comparison: Comparison) -> list[str]:
     return found + list(_only(comparison))
 
 
-NOISE_LEGEND = "* beats the noise, ? unknown: one repetition."
+NOISE_LEGEND = "* beats the noise, ? unknown: one run or unsaid."
 
 
 def _only(comparison: Comparison) -> Iterator[str]:
@@ -476,8 +540,16 @@ def _only(comparison: Comparison) -> Iterator[str]:
 
 def html(comparison: Comparison, title: str) -> str:
     """The markdown table as a page."""
-    cells = _cells(comparison)
-    return tables.html(cells, [str(name) for name in cells if name not in _RIGHT and not str(name).startswith("t/s")], title)
+    return html_of({"": comparison}, title)
+
+
+def html_of(found: Mapping[str, Comparison], title: str) -> str:
+    """The markdown tables of several comparisons as one page, each with its heading."""
+    parts = []
+    for heading, comparison in found.items():
+        cells = _cells(comparison)
+        parts.append((heading, cells, [name for name in map(str, cells) if name not in _RIGHT and not name.startswith("t/s")]))
+    return tables.page(parts, title)
 
 
 def _column(cells: pd.Series[str]) -> Column:

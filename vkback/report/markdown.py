@@ -30,14 +30,15 @@ def tables_of(text: str) -> list[list[dict[str, str]]]:
         if not (each.startswith("|") and each.endswith("|")):
             names = []
         elif set(each) <= set("|-: ") and "-" in each:
-            names = _cells(before)
+            names = row_cells(before)
             found.append([])
         elif names:
-            found[-1].append(dict(zip(names, _cells(each), strict=False)))
+            found[-1].append(dict(zip(names, row_cells(each), strict=False)))
     return [table for table in found if table]
 
 
-def _cells(row: str) -> list[str]:
+def row_cells(row: str) -> list[str]:
+    """The cells of a row of a table."""
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 

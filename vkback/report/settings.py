@@ -33,6 +33,7 @@ MEASURED = frozenset(
         "build_number",
         "tuning",
         "tables",
+        "repetitions",
     )
 )
 """What was measured, when, and by which build and tables: rows may differ in it and be of one test. Results of two builds or tables

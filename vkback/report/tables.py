@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -65,20 +65,31 @@ def markdown(cells: pd.DataFrame, left: Collection[str]) -> list[str]:
 
 def html(cells: pd.DataFrame, left: Collection[str], title: str) -> str:
     """A page of one table that needs nothing else."""
+    return page([("", cells, left)], title)
+
+
+def page(parts: Sequence[tuple[str, pd.DataFrame, Collection[str]]], title: str) -> str:
+    """A page of tables, each with a heading, its cells, and its columns aligned left."""
+    style = (
+        ":root{color-scheme:light dark}body{font:15px/1.4 system-ui,sans-serif;margin:2rem}table{border-collapse:collapse;"
+        "font-variant-numeric:tabular-nums}th,td{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8886}.left{text-align:left}"
+        "td:not(.left){white-space:nowrap}div{overflow-x:auto}"
+    )
+    body = "\n".join(f"{f'<h2>{escape(heading)}</h2>' if heading else ''}{_table(cells, left)}" for heading, cells, left in parts)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>"
+    )
+
+
+def _table(cells: pd.DataFrame, left: Collection[str]) -> str:
     sides = [" class=left" * (name in left) for name in cells]
     heads = "".join(f"<th{side}>{escape(str(name))}</th>" for side, name in zip(sides, cells, strict=True))
     rows = "".join(
         "<tr>" + "".join(f"<td{side}>{escape(text)}</td>" for side, text in zip(sides, row, strict=True)) + "</tr>\n"
         for row in cells.itertuples(index=False)
     )
-    style = (
-        ":root{color-scheme:light dark}body{font:15px/1.4 system-ui,sans-serif;margin:2rem}table{border-collapse:collapse;"
-        "font-variant-numeric:tabular-nums}th,td{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8886}.left{text-align:left}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style></head>'
-        f"<body><h1>{escape(title)}</h1><table><tr>{heads}</tr>\n{rows}</table></body></html>"
-    )
+    return f"<div><table><tr>{heads}</tr>\n{rows}</table></div>"
 
 
 def machine(records: pd.DataFrame, form: str) -> str:
