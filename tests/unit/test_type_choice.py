@@ -41,5 +41,5 @@ def test_sizes_are_those_of_published_files(name: str, gib: float) -> None:
 
 
 def test_rows_that_are_no_whole_blocks_fall_back() -> None:
-    assert [fitting(type, 1408) for type in ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q8_0")] == ["Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q8_0"]
+    assert [fitting(type, 1408) for type in ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q8_0")] == ["Q5_0", "Q5_1", "Q8_0", "Q4_0", "Q8_0"]
     assert fitting("Q4_K", 100) == "F16"

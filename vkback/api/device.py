@@ -31,6 +31,7 @@ from vkback.api.push import Push, packed
 from vkback.device import Arena, BufferRange, Capabilities, Commands, Kernel, inspect, list_devices
 from vkback.device import Device as VulkanDevice
 from vkback.graph import Graph, Node, Tensor
+from vkback.ops.copies.encode import ENCODED
 from vkback.ops.f16_range import rescaled
 from vkback.ops.lowering import ACTS, Act, LowerContext
 from vkback.ops.storage import shards
@@ -141,15 +142,20 @@ class DeviceTensor:
         """The values: float32, or int32 of an I32 tensor; of quantized weights what their blocks mean."""
         if self.tensor.kind != "weight" or len(self.shape) == 1:
             return decoded(self.tensor, self.device.raw.download(self.ranges[0]), self.device.raw.caps)
+        return quants.decode(self.type, self.file_rows()).reshape(self.shape)
+
+    def file_rows(self) -> npt.NDArray[np.uint8]:
+        """Weights in the order that a file has: uint8 [rows with experts flattened, bytes of a row]."""
         rows, k = prod(self.shape[:-1]), self.shape[-1]
-        out, stored = np.empty((rows, k), np.float32), stored_type(self.type, k, self.device.raw.caps)
+        out = np.empty((rows, quants.row_bytes(self.type, k)), np.uint8)
+        stored = stored_type(self.type, k, self.device.raw.caps)
         for shard, where in zip(shards(self.tensor, self.device.raw.caps), self.ranges, strict=True):
             planes = [
                 raw.reshape(shard.rows, p.row_bytes)
                 for p, raw in ((p, self.device.raw.download(where.slice(p.offset, shard.rows * p.row_bytes))) for p in shard.layout.planes)
             ]
-            out[shard.row0 : shard.row0 + shard.rows] = quants.decode(self.type, quants.unpack(stored, planes, k))
-        return out.reshape(self.shape)
+            out[shard.row0 : shard.row0 + shard.rows] = quants.unpack(stored, planes, k)
+        return out
 
     def __getitem__(self, index: Any) -> Any:
         """A part of the values, on the host."""
@@ -323,9 +329,13 @@ class Device:
         return self._stored(Tensor(self._name(), type, values.shape, "weight"), raw)
 
     def empty(self, shape: int | tuple[int, ...], type: str = "F32") -> DeviceTensor:
-        """Memory for a kernel to write to, NaN as floats until it does."""
+        """Memory for a kernel to write to, NaN as floats until it does. Of a type that `CPY` encodes ("Q4_K") it is weights, zeros until
+        then."""
+        if type in ENCODED and len(axes := shape_of("shape", shape)) > 1:
+            zeros = np.zeros((prod(axes[:-1]), quants.row_bytes(type, axes[-1])), np.uint8)
+            return self._stored(Tensor(self._name(), type, axes, "weight"), zeros)
         if type not in ("F32", "F16", "I32"):
-            raise ModelError(f"[device] type {type!r}: kernels write F32, F16 or I32")
+            raise ModelError(f"[device] type {type!r}: kernels write F32, F16 or I32, and encode rows [m, k] of {', '.join(ENCODED)}")
         return self._stored(Tensor(self._name(), type, shape_of("shape", shape), "input"), None)
 
     def _stored(self, tensor: Tensor, value: Array | None) -> DeviceTensor:

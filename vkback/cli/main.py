@@ -29,6 +29,7 @@ COMMANDS = {
     "test-ops": ("test_ops:test_ops", "Judge ops by their references, or time them."),
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
+    "quantize": ("quantize:quantize", "Write a model in another type, as Q4_K_M."),
     "synth": ("synth:synth", "Write a model of a real shape with random weights."),
     "cache": ("cache:cache", "Show what is kept between runs, or remove it."),
     "compare-bench": ("compare_bench:compare", "Compare two benchmark results with their noise."),

@@ -184,6 +184,8 @@ class GgufFile:
     files: tuple[SplitFile, ...] = ()
     """Those that it consists of; tensors of another one, as an adapter's, have other bytes."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    entries: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Where each key of the metadata lies in the first file, with its value: first byte, and that behind the last."""
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -215,7 +217,13 @@ class GgufFile:
     @classmethod
     def _of(cls, path: Path, parsed: _Parsed, mapped: npt.NDArray[np.uint8], stamp: tuple[int, ...]) -> GgufFile:
         tensors = {t.name: GgufTensor(t.name, t.type, t.shape, t.offset, t.nbytes, mapped) for t in parsed.tensors}
-        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, (SplitFile(path, stamp, mapped),))
+        files = (SplitFile(path, stamp, mapped),)
+        return cls(path, parsed.version, parsed.alignment, parsed.metadata, tensors, files, entries=parsed.entries)
+
+    def entry(self, key: str) -> bytes:
+        """A key of the metadata with its value, as the file has them. Raises KeyError."""
+        begin, end = self.entries[key]
+        return self.files[0].mapped[begin:end].tobytes()
 
     def split(self, name: str) -> int:
         """`split.no`, `split.count` or `split.tensors.count`, 0 where the file has none. Raises GgufError."""
@@ -373,6 +381,7 @@ class _Parsed:
     alignment: int
     metadata: dict[str, Any]
     tensors: list[_Info]
+    entries: dict[str, tuple[int, int]]
 
 
 class _Parser:
@@ -385,6 +394,7 @@ class _Parser:
         self._size = len(data) if size is None else size
         self._at = 0
         self._part = "header"
+        self._entries: dict[str, tuple[int, int]] = {}
 
     def parse(self) -> _Parsed:
         version, n_tensors, n_keys = self._header()
@@ -392,7 +402,7 @@ class _Parser:
         alignment = self._alignment(metadata)
         infos = self._tensor_infos(n_tensors)
         start = -(-self._at // alignment) * alignment
-        return _Parsed(version, alignment, metadata, self._place(infos, start, alignment))
+        return _Parsed(version, alignment, metadata, self._place(infos, start, alignment), self._entries)
 
     def _fail(self, text: str) -> GgufError:
         return GgufError(f"[gguf] {self._path}: {text}")
@@ -443,11 +453,13 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for i in range(n_keys):
             self._part = f"metadata key {i} of {n_keys}"
+            begin = self._at
             key = self._string()
             self._part = f"metadata key {quoted(key)}"
             if key in metadata:
                 raise self._fail(f"{self._part} comes twice")
             metadata[key] = self._value(self._unpack(_U32), depth=0)
+            self._entries[key] = begin, self._at
         return metadata
 
     def _value(self, code: int, depth: int) -> Any:

@@ -32,7 +32,7 @@ from vkback.models.architecture import ARCHITECTURES
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
 from vkback.models.synth_vocabulary import add_vocabulary
-from vkback.models.type_choice import BASE, Counts, choose_types
+from vkback.models.type_choice import SYNTHETIC, Counts, choose_types
 from vkback.paths import new_file_or, unwritable
 
 CHUNK_BYTES = 4 << 20
@@ -181,7 +181,7 @@ def _chosen(shape_name: str, type: str) -> dict[str, str]:
 
 def _types(shape: str) -> list[str]:
     """Types that a shape can be written in: those of its mixes, or all that there are rules for, and WHOLE."""
-    rules = (UNIFORM,) if shape.startswith(TINY) else BASE
+    rules = (UNIFORM,) if shape.startswith(TINY) else SYNTHETIC
     return [*_type_mixes().get(shape, rules), WHOLE]
 
 
