@@ -154,7 +154,7 @@ def test_prompts_are_read_back_to_back_while_nobody_runs() -> None:
     assert len(actions) == 51 and all(isinstance(a, Read) for a in actions[:-1])
 
 
-@pytest.mark.parametrize("share", [1 / 3, 0.1, 0.6])
+@pytest.mark.parametrize("share", [1 / 4, 0.1, 0.6])
 def test_streams_slow_down_by_the_share_of_prompts_at_most(share: float) -> None:
     """A prompt of 4 000 tokens comes while a text runs: steps of 3 ms, pieces of 25 ms."""
     batch = Batch(page=64, max_rows=8192, piece=512, prompt_share=share, n_pages=300)
@@ -458,12 +458,12 @@ def test_prompts_take_more_of_the_time_while_many_texts_wait() -> None:
     for id in range(5):
         scheduler.add(Text(id, "a", (1, 2, 3), 4))
         shares.append(scheduler.share)
-    assert shares == [1 / 3, 4 / 5, 8 / 9, 12 / 13, 16 / 17]
+    assert shares == [1 / 4, 4 / 5, 8 / 9, 12 / 13, 16 / 17]
     pool = PagePool(64, 4)
     even = Scheduler(Limits(8, 4, 64), pool, PrefixCache(pool))
     for id in range(5):
         even.add(Text(id, "a", (1, 2, 3), 4))
-    assert even.share == 1 / 3
+    assert even.share == 1 / 4
 
 
 def test_without_reuse_no_text_begins_with_the_pages_of_another() -> None:

@@ -182,7 +182,7 @@ class Batch:
         rows: int | None = None,
         max_rows: int | None = None,
         page: int = PAGE,
-        prompt_share: float = 1 / 3,
+        prompt_share: float = 1 / 4,
         pinned: bool | None = None,
         max_step_tokens: int | None = None,
         prefill: int | None = None,

@@ -118,7 +118,7 @@ class Limits:
     max_rows: int
     max_step_tokens: int = 64
     piece: int = 512
-    prompt_share: float = 1 / 3
+    prompt_share: float = 1 / 4
     in_flight: int = 2
     waiting_weight: float = 0.0
     recurrent: bool = False
