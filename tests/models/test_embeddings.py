@@ -27,7 +27,7 @@ from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import GgufError
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.models import Model
-from vkback.models.texts import POOLINGS, pool_weights, spans
+from vkback.models.texts import POOLINGS, pool_weights, spans, spans_of, window_of
 from vkback.server.app import Limits
 
 Tiny = Callable[[str], Path]
@@ -42,6 +42,8 @@ def test_what_a_token_sees() -> None:
     assert spans([3, 2], 5, window=0, causal=True).tolist() == [[0, 0], [0, 1], [0, 2], [3, 3], [3, 4]]
     assert spans([5], 5, window=2, causal=False).tolist() == [[0, 1], [0, 2], [1, 3], [2, 4], [3, 4]]
     assert spans([4], 4, window=2, causal=True).tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]]
+    assert spans([4, 3], 7, window=2, causal=True, chunked=True).tolist() == [[0, 0], [0, 1], [2, 2], [2, 3], [4, 4], [4, 5], [6, 6]]
+    assert [window_of(spans_of(*kind)) for kind in ((0, False), (9, False), (9, True))] == [(0, False), (9, False), (9, True)]
 
 
 def test_what_a_token_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from vkback import quants
-from vkback.evaluate.perplexity import PerplexityError, perplexity
+from vkback.evaluate.perplexity import Logits, PerplexityError, perplexity
 from vkback.evaluate.twin import NumpyTwin, TwinError
 from vkback.paths import builtin_model
 
@@ -71,7 +72,7 @@ def test_perplexity_is_that_of_llama_cpp(name: str, twins: dict[str, NumpyTwin])
     twin = twins[name]
     ids = twin.model.tokenizer.encode((DATA / "war_of_the_worlds.txt").read_text())[:4096]
     sofar: list[float] = []
-    got = perplexity(ids, twin.logits, bos=twin.model.tokenizer.bos, on_chunk=sofar.append)
+    got = perplexity(ids, one_by_one(twin.logits), bos=twin.model.tokenizer.bos, on_chunk=sofar.append)
     assert got.tokens == theirs["tokens_scored"]
     # Measured 0.02 % and 0.03 %; rounding of activations moves single losses both ways.
     assert got.value == pytest.approx(theirs["ppl"], rel=0.005)
@@ -138,6 +139,10 @@ def test_greedy_stops_at_a_stop_id(twins: dict[str, NumpyTwin]) -> None:
     assert ids == prompt["greedy"][:3]
 
 
+def one_by_one(logits: Callable[[Sequence[int], int], np.ndarray]) -> Logits:
+    return lambda chunks, first: (logits(chunk, first) for chunk in chunks)
+
+
 # --- perplexity ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +153,7 @@ def test_perplexity_of_known_distributions() -> None:
         seen.append((list(ids), first))
         return np.zeros((len(ids) - first, 50))
 
-    got = perplexity(list(range(20)), uniform, bos=49, n_ctx=8)
+    got = perplexity(list(range(20)), one_by_one(uniform), bos=49, n_ctx=8)
     assert got.value == pytest.approx(50) and got.error == pytest.approx(0)
     assert got.tokens == 2 * 3, "of 8 positions those from 4 to 6 predict the next token; the rest of the text is left out"
     assert seen == [([49, *range(1, 8)], 4), ([49, *range(9, 16)], 4)]
@@ -160,9 +165,9 @@ def test_perplexity_of_known_distributions() -> None:
             logits[row, target] = math.log(49)
         return logits
 
-    assert perplexity(list(range(20)), half_sure, bos=None, n_ctx=8, n_chunks=1).value == pytest.approx(2)
+    assert perplexity(list(range(20)), one_by_one(half_sure), bos=None, n_ctx=8, n_chunks=1).value == pytest.approx(2)
 
 
 def test_perplexity_of_a_short_text_is_refused() -> None:
     with pytest.raises(PerplexityError, match="the text has 3 tokens, one chunk takes 512"):
-        perplexity([1, 2, 3], lambda ids, first: np.zeros((1, 1)), bos=0)
+        perplexity([1, 2, 3], lambda chunks, first: iter(()), bos=0)

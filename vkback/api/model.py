@@ -638,23 +638,23 @@ class LoadedModel:
         *,
         chunk: int = 512,
         n_chunks: int | None = None,
+        sequences: int | None = None,
         on_chunk: Callable[[float], None] | None = None,
         on_scored: OnScored | None = None,
     ) -> Perplexity:
         """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored.
 
+        sequences  chunks that are read side by side, default: as many as pay on the device and fit into its memory; with `exact`, and of
+                   recurrent models, one. Programs of other sizes round otherwise, which moves the last digits of the value
         on_chunk, on_scored  as in vkback/evaluate/perplexity.py
         """
         size = min(given.whole("chunk", chunk, "a whole number, 1 or more", 1), self.n_ctx)
         if n_chunks is not None:
             n_chunks = given.whole("n_chunks", n_chunks, "a whole number, 1 or more, or None", 1)
+        if sequences is not None:
+            sequences = given.whole("sequences", sequences, "a whole number, 1 or more, or None", 1)
         with self.using("perplexity") as engine:
-
-            def logits(ids: Sequence[int], first: int) -> npt.NDArray[np.float32]:
-                engine.reset()
-                engine.prompt(ids[:first])
-                return engine.prompt_logits(ids[first:])
-
+            logits = partial(engine.logits_side_by_side, at_once=sequences)
             ids = self.ids(text, start=True)
             bos = self.tokenizer.bos if self.tokenizer.add_bos else None
             return perplexity_of(ids, logits, bos=bos, n_ctx=size, n_chunks=n_chunks, on_chunk=on_chunk, on_scored=on_scored)

@@ -47,6 +47,12 @@ def perplexity(
     model: ModelOption = None,
     chunk: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Chunks at most [default: all of the text].")] = None,
+    parallel: Annotated[
+        int | None,
+        typer.Option(
+            "-np", "--parallel", min=1, help="Chunks read side by side [default: as many as pay and fit into memory; with --exact 1]."
+        ),
+    ] = None,
     device: DeviceOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
@@ -114,7 +120,7 @@ def perplexity(
             def on_chunk(so_far: float) -> None:
                 bar.update(task, advance=1, description=f"perplexity {so_far:.4f}")
 
-            result = loaded.perplexity(ids, chunk=chunk, n_chunks=chunks, on_chunk=on_chunk, on_scored=on_scored)
+            result = loaded.perplexity(ids, chunk=chunk, n_chunks=chunks, sequences=parallel, on_chunk=on_chunk, on_scored=on_scored)
         seconds = time.perf_counter() - begun
         if as_json:
             score = {"perplexity": result.value, "error": result.error, "tokens": result.tokens, "chunks": count, "chunk": chunk}

@@ -70,6 +70,12 @@ TOKENS_PER_SUBMIT = 8
 """A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
 
 
+SIDE_BY_SIDE = 2048
+"""Tokens of texts whose logits are wanted that go through the weights together: four chunks of 512, as llama-perplexity takes them."""
+
+SCORED_BYTES = 1 << 30
+"""Most memory for their logits: a vocabulary of 151936 takes 156 MB for the second half of a chunk of 512."""
+
 MEASURED_ROWS = 64
 """That steps which are measured may need; plain ones do not know where to end."""
 
@@ -435,6 +441,46 @@ class Engine:
                     "of f16: load with --cache-type-k f32 --cache-type-v f32; or the file is damaged, or a kernel wrong: `vkback test-ops`"
                 )
             yield vector
+
+    def logits_side_by_side(self, texts: Sequence[Sequence[int]], first: int, *, at_once: int | None = None) -> Iterator[Floats]:
+        """Logits of tokens first.. of each text in a context of its own, float32 [length - first, n_vocab]; the texts are equally long.
+
+        at_once  texts that go through the weights together, default: as many as fill a program of SIDE_BY_SIDE tokens (on CPU drivers of
+                 `ubatch`) and fit into memory. One after another, through the cache of one text, which forgets what it holds, go those of
+                 recurrent models, and with `exact`, so that a text has its bits whatever is beside it
+        Raises EngineError as `prompt_logits` does.
+        """
+        if not texts:
+            return
+        width = 1 if self.ctx.exact or self.pinned or self.model.architecture.recurrent else at_once
+        width = self._side_by_side(len(texts[0]), first) if width is None else width
+        width = -(-len(texts) // -(-len(texts) // width))  # no emptier last program than need be
+        if width == 1:
+            yield from (self._logits_alone(text, first) for text in texts)
+            return
+        for text in texts:
+            self.check_ids(text)
+        found = self._texts.logits(texts, first, at_once=width, ubatch=max(self.ubatch, SMALLEST))
+        for text, logits in zip(texts, found, strict=True):
+            flat = logits.reshape(-1)
+            # A text whose numbers went bad is read once more alone, which says what is wrong.
+            yield logits if np.isfinite(np.dot(flat, flat)) else self._logits_alone(text, first)
+
+    def _logits_alone(self, text: Sequence[int], first: int) -> Floats:
+        self.reset()
+        self.prompt(text[:first])
+        return self.prompt_logits(text[first:])
+
+    def _side_by_side(self, length: int, first: int) -> int:
+        """Texts of so many tokens that go through the weights together, at least 1."""
+        ubatch = max(self.ubatch, SMALLEST)
+        width = max(1, (ubatch if self.device.caps.software else max(SIDE_BY_SIDE, ubatch)) // length)
+        while width > 1:
+            on_device, for_host = self._texts.bytes_of(*self._texts.kind_of_logits(length, first, width, ubatch))
+            if on_device <= self.device.free_memory() // 2 and for_host <= SCORED_BYTES:
+                break
+            width //= 2
+        return width
 
     def prepare(
         self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None, constrained: bool = False

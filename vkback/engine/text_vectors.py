@@ -1,4 +1,4 @@
-"""Vectors of texts on a device: whole texts side by side through one program of several tokens (vkback/models/texts.py).
+"""Vectors of texts on a device, or their logits: whole texts side by side through one program of several tokens (vkback/models/texts.py).
 
 Programs have as many tokens as those of prompts, and beyond those whole multiples of the largest: a text goes through in one piece. As many
 texts share a program as have room; what is left of it is padding. A program is planned, compiled and recorded when it is first used.
@@ -104,10 +104,39 @@ class TextVectors:
                 yield vectors[at : at + len(text)]
                 at += len(text)
 
-    def _pass(self, texts: Sequence[Sequence[int]], n: int, kind: Texts, segments: Sequence[Sequence[int]] | None) -> Floats:
+    def logits(self, texts: Sequence[Sequence[int]], first: int, *, at_once: int, ubatch: int) -> Iterator[Floats]:
+        """Logits of tokens first.. of each text, float32 [length - first, n_vocab]. The texts are equally long; at_once of them share a
+        program, whose tokens are a multiple of ubatch, or a power of two below it."""
+        length = len(texts[0])
+        n, kind = self.kind_of_logits(length, first, at_once, ubatch)
+        ids = np.arange(at_once)[:, None] * length + np.arange(first, length)  # of texts that are not there: of padding
+        for i in range(0, len(texts), at_once):
+            own = texts[i : i + at_once]
+            yield from self._pass(own, n, kind, None, ids.reshape(-1)).reshape(at_once, length - first, -1)[: len(own)]
+
+    def kind_of_logits(self, length: int, first: int, at_once: int, ubatch: int) -> tuple[int, Texts]:
+        """Tokens of the program that `logits` runs, and what it makes."""
+        return program_tokens(at_once * length, ubatch), Texts(at_once, "none", at_once * (length - first))
+
+    def bytes_of(self, n: int, kind: Texts) -> tuple[int, int]:
+        """Memory that a program of n tokens takes: on the device, and for what the host reads."""
+        graph = self._graph(n, kind)
+        states = sum(aligned(nbytes(t)) for t in graph.tensors().values() if t.kind == "state")
+        return self._plan(graph).activation_bytes + states, 4 * graph.outputs[0].elements
+
+    def _pass(
+        self,
+        texts: Sequence[Sequence[int]],
+        n: int,
+        kind: Texts,
+        segments: Sequence[Sequence[int]] | None,
+        out_ids: npt.NDArray[np.int_] | None = None,
+    ) -> Floats:
         while True:
             found = self._ready(n, kind)
-            given = self._inputs(found.graph, texts, n, kind.pooling, segments)
+            given = dict(self._inputs(found.graph, texts, n, kind.pooling, segments))
+            if out_ids is not None:
+                given["out_ids"] = out_ids.astype(np.int32)
             for name, memory in found.inputs.items():
                 self._device.upload(memory, given[name])
             for ticket in [self._device.submit(part) for part in found.parts]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +14,17 @@ import numpy.typing as npt
 
 from vkback.errors import VkbackError
 
-Logits = Callable[[Sequence[int], int], npt.NDArray[Any]]
-"""(ids, first) -> logits [len(ids) - first, n_vocab] of positions first.. of `ids` in a fresh context."""
+Logits = Callable[[Sequence[Sequence[int]], int], Iterator[npt.NDArray[Any]]]
+"""(chunks, first) -> logits [len(chunk) - first, n_vocab] of positions first.. of each chunk in a fresh context, one chunk after the other.
+How many of them go through the model side by side is its affair."""
 
 
 OnScored = Callable[[npt.NDArray[Any], npt.NDArray[Any]], object]
 """(logits [n, n_vocab], tokens [n] that came next) of the scored part of a chunk."""
+
+
+LOSSES_AT_ONCE = 4
+"""Chunks whose losses are added up at the same time, each by a thread: of a large vocabulary that takes longer than a GPU reads a chunk."""
 
 
 class PerplexityError(VkbackError):
@@ -48,6 +55,7 @@ def perplexity(
 
     on_chunk   called with the perplexity so far after every chunk
     on_scored  called with the logits and the tokens that are scored by them, of every chunk
+    Losses of a chunk are added up while the model reads the next ones.
     Raises PerplexityError when the text has not one chunk.
     """
     chunks = count_chunks(ids, n_ctx, n_chunks)
@@ -57,17 +65,27 @@ def perplexity(
         )
     losses: list[npt.NDArray[np.float64]] = []
     first = n_ctx // 2
-    for c in range(chunks):
-        chunk = list(ids[c * n_ctx : (c + 1) * n_ctx])
-        targets = np.array(chunk[first + 1 :])
-        if bos is not None:
-            chunk[0] = bos
-        found = logits(chunk, first)[: len(targets)]
-        losses.append(_loss(np.asarray(found, np.float64), targets))
-        if on_scored is not None:
-            on_scored(found, targets)
+    texts = [list(ids[c * n_ctx : (c + 1) * n_ctx]) for c in range(chunks)]
+    if bos is not None:
+        texts = [[bos, *text[1:]] for text in texts]
+    coming: deque[Future[npt.NDArray[np.float64]]] = deque()
+
+    def take() -> None:
+        losses.append(coming.popleft().result())
         if on_chunk is not None:
             on_chunk(math.exp(float(np.mean(np.concatenate(losses)))))
+
+    with ThreadPoolExecutor(LOSSES_AT_ONCE) as pool:
+        for text, found in zip(texts, logits(texts, first), strict=True):
+            targets = np.array(text[first + 1 :])
+            scored = found[: len(targets)]
+            coming.append(pool.submit(_loss, scored, targets))
+            if on_scored is not None:
+                on_scored(scored, targets)
+            while len(coming) > LOSSES_AT_ONCE or (coming and coming[0].done()):
+                take()
+        while coming:
+            take()
     all_losses = np.concatenate(losses)
     value = math.exp(float(all_losses.mean()))
     error = value * float(all_losses.std(ddof=1)) / math.sqrt(len(all_losses)) if len(all_losses) > 1 else 0.0
@@ -79,8 +97,9 @@ def count_chunks(ids: Sequence[int], n_ctx: int, n_chunks: int | None = None) ->
     return len(ids) // n_ctx if n_chunks is None else min(n_chunks, len(ids) // n_ctx)
 
 
-def _loss(logits: npt.NDArray[np.float64], targets: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """logits [n, n_vocab], targets [n] -> negative log probability of each target."""
+def _loss(logits: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """logits [n, n_vocab], targets [n] -> negative log probability of each target, summed in float64."""
+    logits = np.asarray(logits, np.float64)
     top = logits.max(axis=-1)
     norm = np.log(np.exp(logits - top[:, None]).sum(axis=-1)) + top
     picked = logits[np.arange(len(targets)), targets]

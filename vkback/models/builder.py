@@ -66,7 +66,8 @@ class GraphBuilder:
     tokens the logits are wanted of (head "last"). With `paging` tokens are of several sequences, `pos` counts rows of a token's own, and
     three inputs more say where these are: `rows` I32 [n], the row of the caches that a token is stored in; `slots` and `pages`, the page
     table. n_ctx is the most rows of one sequence. With `texts` whole texts go through, one after another in the `rows`; `pos` counts tokens
-    of a text, `spans` say what a token sees, and the output is `pool` F32 [n, texts] times the last layer's (vkback/models/texts.py).
+    of a text, `spans` say what a token sees, and the output is `pool` F32 [n, texts] times the last layer's, or logits of the tokens
+    `out_ids` I32 [texts.logits] (vkback/models/texts.py).
 
     Names are ggml's where ggml has a name of its own for a value; the rest are made unique by what they hold (`Qcur_rope-0`). Whatever
     reads a weight raises GgufError when the file lacks it or has another shape.
@@ -91,7 +92,7 @@ class GraphBuilder:
         self.graph = Graph()
         self.tokens = Tensor("tokens", "I32", (n_tokens,), "input")
         self.pos = Tensor("pos", "I32", (n_tokens,), "input")
-        self.out_ids = Tensor("out_ids", "I32", (1,), "input")
+        self.out_ids = Tensor("out_ids", "I32", (texts.logits if texts and texts.logits else 1,), "input")
         self.paging = paging
         self.texts = texts
         self.kept = kept
@@ -158,23 +159,24 @@ class GraphBuilder:
             params = {**params, "page": self.paging.page}
         place = self.pos
         if self.texts:
-            window = int(params.get("window", 0))
-            place = Tensor(spans_of(window), "I32", (self.n, 2), "input")
-            params = {key: value for key, value in params.items() if key != "window"}
+            window = spans_of(int(params.get("window", 0)), bool(params.get("chunked", False)))
+            place = Tensor(window, "I32", (self.n, 2), "input")
+            params = {key: value for key, value in params.items() if key not in ("window", "chunked")}
         inputs = (q, cache_k, cache_v, place, *weights, *table)
         return self.graph.emit("FLASH_ATTN_EXT", f"kqv_out-{il}", "F32", (self.n, width), inputs, scale=self.hp.attn_scale, **params)
 
     def last_token(self, x: Tensor, il: int, name: str = "ffn_inp_last") -> Tensor:
-        """In the last layer, where the logits of one token of several are wanted, its row of x; else x. Before it comes all that other
-        tokens' rows are needed for: the KV cache."""
-        if self.head == "last" and self.n > 1 and il == self.hp.n_layer - 1:
-            return self.graph.emit("GET_ROWS", f"{name}-{il}", "F32", (1, x.shape[-1]), (x, self.out_ids))
+        """In the last layer, where the logits of one token of several are wanted, or of some of whole texts, their rows of x; else x. All
+        that other tokens' rows are needed for, the KV cache, comes before it."""
+        some = self.texts.logits > 0 if self.texts else self.head == "last" and self.n > 1
+        if some and il == self.hp.n_layer - 1:
+            return self.graph.emit("GET_ROWS", f"{name}-{il}", "F32", (self.out_ids.shape[0], x.shape[-1]), (x, self.out_ids))
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, whose weight is the embedding table where the file has no other, plus output.bias where the file has one;
         softcapped where the file says so. Of texts x as it is pooled."""
-        if self.texts:
+        if self.texts and not self.texts.logits:
             return self._pooled(x, self.texts)
         hp, cap = self.hp, self.hp.softcap
         w = hp.weight("output.weight" if hp.has_weight("output.weight") else "token_embd.weight", (hp.n_vocab, hp.n_embd))

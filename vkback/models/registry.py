@@ -88,7 +88,8 @@ def text_inputs(
             kind = known.rank_pooling if pooling == "rank" else pooling
             given[t.name] = pool_weights(lengths, n, t.shape[1], kind)
         elif t.name.startswith(SPANS):
-            given[t.name] = spans(lengths, n, window=window_of(t.name), causal=known.causal)
+            window, chunked = window_of(t.name)
+            given[t.name] = spans(lengths, n, window=window, causal=known.causal, chunked=chunked)
         elif t.name == "tokens":
             given[t.name] = filled(chain.from_iterable(texts), 0)
         elif t.name == "pos":

@@ -1,9 +1,10 @@
-"""Texts as vectors: what a graph of whole texts has beside one that makes text.
+"""Whole texts side by side: what their graph has beside one that makes text.
 
 Several texts go through a graph side by side, one after another. Keys and values have as many rows as the graph has tokens. A token sees
 those of its own text: those before it alone, or in an encoder those after it as well. `spans` says which rows these are, so attention is
 the one op it always is. What the last layer gives is pooled, a vector for each text, by a product with a matrix that the host makes
-(`pool_weights`); a classifier, or matrices that change its width, follow on the device.
+(`pool_weights`); a classifier, or matrices that change its width, follow on the device. Where logits are wanted instead, `out_ids` says of
+which tokens.
 """
 
 from __future__ import annotations
@@ -30,31 +31,38 @@ DENSE = ("dense_2", "dense_3")
 """Matrices behind pooling, one after the other, where a file has them."""
 
 SPANS = "spans"
-"""Input of attention without a window: I32 [n, 2], the first and the last row that each token sees. With one, `spans_in_N`."""
+"""Input of attention without a window: I32 [n, 2], the first and the last row that each token sees. With one, `spans_in_N`, or
+`spans_in_chunks_of_N` where a token sees its own chunk of N rows."""
+
+CHUNKS = "chunks_of_"
 
 
 @dataclass(frozen=True)
 class Texts:
-    """n texts at most, pooled so. segments: of tokens may differ (`segments` I32 [n], the row of the table of token types)."""
+    """n texts at most, pooled so. segments: of tokens may differ (`segments` I32 [n], the row of the table of token types). logits: of so
+    many tokens instead of vectors, 0: of none."""
 
     n: int
     pooling: Pooling
+    logits: int = 0
 
 
-def spans_of(window: int) -> str:
+def spans_of(window: int, chunked: bool = False) -> str:
     """Name of the spans of layers with a window, 0 without."""
-    return f"{SPANS}_in_{window}" if window else SPANS
+    return f"{SPANS}_in_{CHUNKS if chunked else ''}{window}" if window else SPANS
 
 
-def window_of(name: str) -> int:
+def window_of(name: str) -> tuple[int, bool]:
     """The opposite of `spans_of`."""
-    return int(name.removeprefix(f"{SPANS}_in_")) if name != SPANS else 0
+    window = name.removeprefix(f"{SPANS}_in_")
+    return (int(window.removeprefix(CHUNKS)), window.startswith(CHUNKS)) if name != SPANS else (0, False)
 
 
-def spans(lengths: Sequence[int], n: int, *, window: int, causal: bool) -> npt.NDArray[np.int32]:
+def spans(lengths: Sequence[int], n: int, *, window: int, causal: bool, chunked: bool = False) -> npt.NDArray[np.int32]:
     """First and last row that each of n tokens sees, of texts one after another; what follows them is padding. int32 [n, 2].
 
     window  rows that a causal token sees, itself included; else it sees half as many on either side. 0: all of its text
+    chunked a causal token sees those of its chunk of so many rows
     """
     out = np.zeros((n, 2), np.int32)
     out[:, 1] = -1
@@ -62,7 +70,8 @@ def spans(lengths: Sequence[int], n: int, *, window: int, causal: bool) -> npt.N
     for length in lengths:
         place = np.arange(length)
         if causal:
-            first, last = (np.maximum(place - window + 1, 0) if window else np.zeros_like(place)), place
+            behind = place % window + 1 if chunked else window
+            first, last = (np.maximum(place - behind + 1, 0) if window else np.zeros_like(place)), place
         elif window:
             first, last = np.maximum(place - window // 2, 0), np.minimum(place + window // 2, length - 1)
         else:
