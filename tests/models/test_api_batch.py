@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -77,6 +78,24 @@ def test_n_texts_of_a_prompt_have_seeds_that_follow_each_other(model: vkback.Loa
     found = model.batch(PROMPTS[:2], n=3, max_tokens=4, seed=7)
     assert [r.seed for r in found] == [7, 8, 9] * 2
     assert [r.tokens for r in found] == [model.generate(p, max_tokens=4, seed=s).tokens for p in PROMPTS[:2] for s in (7, 8, 9)]
+
+
+@pytest.mark.vulkan
+def test_best_of_gives_the_texts_whose_tokens_are_the_likeliest(model: vkback.LoadedModel) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "seed": 7, "temperature": 1.5, "ignore_eos": True}
+    every = model.batch(PROMPTS[:2], n=4, logprobs=0, **options)
+    expected = []
+    for own in (every[:4], every[4:]):
+        expected += sorted(own, key=lambda r: -sum(t.logprob for t in r.logprobs))[:2]
+    found = model.batch(PROMPTS[:2], n=2, best_of=4, **options)
+    assert [(r.seed, r.tokens) for r in found] == [(r.seed, r.tokens) for r in expected]
+    assert all(not r.logprobs for r in found), "nobody asked for them"
+    one = model.generate(PROMPTS[0], best_of=4, logprobs=2, **options)
+    assert one.tokens == expected[0].tokens and len(one.logprobs[0].top) == 2
+    assert asyncio.run(model.agenerate(PROMPTS[0], best_of=4, **options)).tokens == one.tokens
+    assert [r.tokens for r in model.generate(PROMPTS[0], n=2, best_of=4, **options)] == [r.tokens for r in expected[:2]]
+    with pytest.raises(ModelError, match=r"best_of is 1 \(int\), expected a whole number, at least n, which is 2"):
+        model.batch(PROMPTS, n=2, best_of=1)
 
 
 @pytest.mark.vulkan

@@ -20,6 +20,7 @@ from vkback import paths
 from vkback.api import chat_template, given
 from vkback.api.batch_stream import BatchStream
 from vkback.api.batched import BatchedTexts
+from vkback.api.best_of import BestOf
 from vkback.api.chat_template import GIVE_ONE, ChatFormat, ChatTemplateWarning
 from vkback.api.errors import ContextLengthError, ModelError, too_long
 from vkback.api.given import Prompt, Prompts
@@ -367,20 +368,27 @@ class LoadedModel:
     # -- text
 
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    def generate(self, prompt: Prompt, *, best_of: int | None = None, **options: Unpack[GenerateOptions]) -> Result: ...
 
     @overload
-    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    def generate(self, prompt: Prompt, *, n: int, best_of: int | None = None, **options: Unpack[GenerateOptions]) -> list[Result]: ...
 
     @overload
-    def generate(self, prompt: Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    def generate(
+        self, prompt: Prompts, *, n: int | None = None, best_of: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Result]: ...
 
     @with_keywords
-    def generate(self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
-        """Continue a text, given as text or token ids; or each of a list of them, or one n times, all at once, as `batch` does."""
-        if n is None and given.several(prompt) is None:
+    def generate(
+        self, prompt: Prompt | Prompts, *, n: int | None = None, best_of: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> Result | list[Result]:
+        """Continue a text, given as text or token ids; or each of a list of them, or one n times, all at once, as `batch` does. best_of:
+        make so many of each, and give the n (default: one) whose tokens are the likeliest on average."""
+        single = n is None and given.several(prompt) is None
+        if single and best_of is None:
             return Session(self, lasting=False).generate(cast(Prompt, prompt), **options)
-        return self.batch(_listed(prompt), n=1 if n is None else n, **options)
+        found = self.batch(_listed(prompt), n=1 if n is None else n, best_of=best_of, **options)
+        return found[0] if single else found
 
     @overload
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream: ...
@@ -396,16 +404,21 @@ class LoadedModel:
         return Session(self, lasting=False).stream(cast(Prompt, prompt), **options)
 
     @with_keywords
-    def batch(self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, **options: Unpack[GenerateOptions]) -> list[Result]:
+    def batch(
+        self, prompts: Prompts, *, sequences: int | None = None, n: int = 1, best_of: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Result]:
         """Continue many texts at once, each given as text or token ids: one step of the model makes a token of each.
 
         sequences  texts that run at once, at most; the others wait. None: as the model was loaded
         n          texts for each prompt, with seeds seed, seed + 1, ...: results 0 to n - 1 are of the first prompt
+        best_of    texts that are made for each prompt: results are the n whose tokens are the likeliest on average, the best first
 
         A text is what `generate` gives, up to rounding: sums of steps with more columns are added in another order. Raises the error of a
         text that fails; what cannot be asked for is found before any begins.
         """
-        return self.batch_stream(prompts, sequences=sequences, n=n, **options).finished()
+        best = BestOf.of(n, best_of, options)
+        stream: BatchStream = self.batch_stream(prompts, sequences=sequences, n=best.made, **best.options)
+        return best.chosen(stream.finished())
 
     @with_keywords
     def batch_stream(
@@ -520,22 +533,30 @@ class LoadedModel:
         return Session(self, lasting=False, shared=True).stream(cast(Prompt, prompt), **options)
 
     @overload
-    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    async def agenerate(self, prompt: Prompt, *, best_of: int | None = None, **options: Unpack[GenerateOptions]) -> Result: ...
 
     @overload
-    async def agenerate(self, prompt: Prompt, *, n: int, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    async def agenerate(
+        self, prompt: Prompt, *, n: int, best_of: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Result]: ...
 
     @overload
-    async def agenerate(self, prompt: Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    async def agenerate(
+        self, prompt: Prompts, *, n: int | None = None, best_of: int | None = None, **options: Unpack[GenerateOptions]
+    ) -> list[Result]: ...
 
     @with_keywords
     async def agenerate(
-        self, prompt: Prompt | Prompts, *, n: int | None = None, **options: Unpack[GenerateOptions]
+        self, prompt: Prompt | Prompts, *, n: int | None = None, best_of: int | None = None, **options: Unpack[GenerateOptions]
     ) -> Result | list[Result]:
         """`await model.agenerate(prompt)`: as `generate`, and as `astream` beside the texts of other tasks."""
-        if n is None and given.several(prompt) is None:
+        single = n is None and given.several(prompt) is None
+        if single and best_of is None:
             return await self.astream(cast(Prompt, prompt), **options).afinished()
-        return await self.batch_stream(_listed(prompt), n=1 if n is None else n, **options).afinished()
+        best = BestOf.of(1 if n is None else n, best_of, options)
+        stream: BatchStream = self.batch_stream(_listed(prompt), n=best.made, **best.options)
+        found = best.chosen(await stream.afinished())
+        return found[0] if single else found
 
     @with_keywords
     def astream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Stream:

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import vkback
 from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result
+from vkback.api.best_of import likeliest
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
 from vkback.gguf.vocabularies import TokenizerError
@@ -416,7 +417,7 @@ class Server:
                 if told is not None and isinstance(told[1], Result):
                     choices.ended(told[0], told[1])
         logged.results += (results := choices.whole())
-        best = [r for at in range(0, len(results), texts) for r in replies.best(results[at : at + texts], n)]
+        best = [r for at in range(0, len(results), texts) for r in likeliest(results[at : at + texts], n)]
         return JSONResponse(shape.whole(best, replies.usage(results, texts)))
 
     def _mail_of(self, loop: asyncio.AbstractEventLoop) -> Mail:

@@ -40,17 +40,6 @@ def finish_reason(result: Result) -> str:
     return "stop" if result.finish_reason in ("eos", "stop") else "length"
 
 
-def best(results: Sequence[Result], n: int) -> list[Result]:
-    """Those n of a prompt's texts whose tokens are the likeliest on average, the best first; all in their order where there are n."""
-    if len(results) <= n:
-        return list(results)
-
-    def likely(result: Result) -> float:
-        return sum(t.logprob for t in result.logprobs) / max(1, len(result.logprobs))
-
-    return sorted(results, key=likely, reverse=True)[:n]
-
-
 def usage(results: Sequence[Result], texts: int = 1) -> dict[str, Any]:
     """Tokens of prompts and texts; cached: of the prompts, not read again. texts: of each prompt, which counts once."""
     reused = sum(result.timings.reused_tokens for result in results[::texts])
