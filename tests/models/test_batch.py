@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tiny_models import TINY
 
@@ -359,3 +360,96 @@ def test_what_cannot_be_served_is_refused(llama: Engine) -> None:
         with pytest.raises(EngineError, match=r"token 0 is 331, expected an id in 0\.\.330"):
             batch.add(Request((331,), 1))
         assert not batch.busy
+
+
+class Anything:
+    """A constraint that allows all tokens."""
+
+    ended = False
+
+    def mask(self) -> npt.NDArray[np.int32]:
+        return np.full(11, -1, np.int32)
+
+    def take(self, token: int) -> None:
+        pass
+
+
+def tokens_of(updates: Sequence[Update], id: int) -> list[int]:
+    return [token for made in updates if made.id == id for token in made.tokens]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-deepseek2", "tiny-granitehybrid"])
+def test_a_fork_goes_on_from_all_that_a_text_is(shape: str, tmp_path: Path, device: Device) -> None:
+    """With the same sampler it is the same text; with another one what the model alone makes from there. Its pages are those of the first
+    one, but for the last, of which it has a copy; a recurrent model's is read anew where steps of the first one are in flight."""
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine, Batch(engine, sequences=4, page=PAGE, rows=20 * PAGE) as batch:
+        first = batch.add(Request(tuple(range(40)), 30, stop_at_eos=False))
+        made: list[Update] = []
+        while len(tokens_of(made, first)) < 10:
+            made += batch.advance()
+        begin, read = tokens_of(made, first), batch.counters.read
+        same = batch.fork(first)
+        own = batch.fork(first, sampler=Sampler(temp=0.8, top_k=0, top_p=1.0, min_p=0.0, seed=3), max_tokens=24)
+        again = batch.fork(own, max_tokens=20)
+        made += batch.run()
+        if not engine.model.architecture.recurrent:
+            assert batch.counters.read == read, "nothing is read twice"
+        assert tokens_of(made, same) == tokens_of(made, first)
+        for id, most in ((own, 24), (again, 20)):
+            assert tokens_of(made, id)[: len(begin)] == begin and len(tokens_of(made, id)) == most
+        batch.prefixes.clear()
+        assert batch.pool.free == batch.pool.n_pages
+        rest = tokens_of(made, own)[len(begin) :]
+        sampler = Sampler(temp=0.8, top_k=0, top_p=1.0, min_p=0.0, seed=3)
+        judged(engine, Request((*range(40), *begin), len(rest), sampler, stop_at_eos=False), rest)
+
+
+@pytest.mark.vulkan
+def test_forks_share_pages(llama: Engine) -> None:
+    with Batch(llama, sequences=4, page=PAGE, rows=20 * PAGE) as batch:
+        first = batch.add(Request(tuple(range(70)), 20, stop_at_eos=False))
+        made: list[Update] = []
+        while len(tokens_of(made, first)) < 4:
+            made += batch.advance()
+        for _ in range(3):
+            batch.fork(first)
+        while batch.scheduler.running < 4:
+            made += batch.advance()
+        assert batch.pool.n_pages - batch.pool.available <= 4 + 4 * 2, "70 rows fill four pages, which all have; 20 more take two of each"
+        made += batch.run()
+        assert len({tuple(tokens_of(made, id)) for id in range(first, first + 4)}) == 1
+
+
+@pytest.mark.vulkan
+def test_what_cannot_be_forked_is_refused(llama: Engine) -> None:
+    with Batch(llama, sequences=2, page=PAGE, rows=12 * PAGE) as batch:
+        with pytest.raises(ScheduleError, match="text 5: is not in work, so that it cannot be forked"):
+            batch.fork(5)
+        id = batch.add(Request((1, 2, 3), 20, stop_at_eos=False))
+        made: list[Update] = []
+        while not made:
+            made = batch.advance()
+        count = len(tokens_of(made, id))
+        with pytest.raises(ScheduleError, match=f"max_tokens is 1; expected more than the {count} tokens that it has made"):
+            batch.fork(id, max_tokens=1)
+        with pytest.raises(EngineError, match=r"token 0 is 331, expected an id in 0\.\.330"):
+            batch.fork(id, sampler=Sampler(logit_bias=((331, 1.0),)))
+        held = batch.add(Request((1, 2, 3), 20, stop_at_eos=False, constraint=Anything()))
+        with pytest.raises(EngineError, match=f"text {held}: has a constraint, which knows one text alone"):
+            batch.fork(held)
+        batch.cancel(held)
+        batch.run()
+        assert not batch.scheduler.texts
+
+
+@pytest.mark.vulkan
+def test_texts_that_begin_alike_read_a_prompt_once(llama: Engine) -> None:
+    """As the n choices of a prompt do: whole pages are read for the first one, the rest of the last page by each."""
+    with Batch(llama, sequences=4, page=PAGE, rows=30 * PAGE) as batch:
+        for seed in range(4):
+            batch.add(Request(tuple(range(70)), 5, Sampler(temp=0.8, seed=seed), stop_at_eos=False))
+        batch.run()
+        assert batch.counters.read == 69 + 3 * (69 % PAGE)

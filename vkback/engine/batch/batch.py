@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -21,7 +21,22 @@ from vkback.device import DeviceLost, Timeout
 from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
 from vkback.engine.batch.pages import PagePool, PrefixCache
-from vkback.engine.batch.scheduler import MAX_STEPS, Action, Bring, Column, Copy, Idle, Keep, Limits, Read, Scheduler, State, Step, Text
+from vkback.engine.batch.scheduler import (
+    MAX_STEPS,
+    Action,
+    Bring,
+    Column,
+    Copy,
+    Idle,
+    Keep,
+    Limits,
+    Read,
+    ScheduleError,
+    Scheduler,
+    State,
+    Step,
+    Text,
+)
 from vkback.engine.batch.solo import Solo
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
@@ -302,6 +317,37 @@ class Batch:
         loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
         self.scheduler.add(text)
         self._works[text.id] = _Work(request, text, loop, mask=mask)
+        return text.id
+
+    def fork(self, id: int, *, sampler: Sampler | None = None, max_tokens: int | None = None) -> int:
+        """Put a second text in work that begins with all that this one is so far, prompt and tokens made; its number. While the first one
+        runs they share its full pages, and of the last one a copy is made on the device. The fork's first update has the tokens that it
+        begins with.
+
+        sampler     of what it makes itself, default: the same, which gives the same text
+        max_tokens  most that it has in the end, those that it begins with included; default: as the first one
+        Raises ScheduleError where the first one has ended or has as many tokens, EngineError where it has a constraint.
+        """
+        self._end_solo()
+        work = self._works.get(id)
+        if work is None:
+            raise ScheduleError(f"[batch] text {id}: is not in work, so that it cannot be forked; expected one that has not ended")
+        request = work.request
+        if request.constraint is not None:
+            raise EngineError(
+                f"[batch] text {id}: has a constraint, which knows one text alone; expected a text without: add a request with its tokens"
+            )
+        request = replace(
+            request,
+            sampler=request.sampler if sampler is None else sampler,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+        )
+        self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
+        loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
+        text = self.scheduler.fork(work.text, next(self._ids), max(request.max_tokens, 1))
+        self._works[text.id] = _Work(request, text, loop)
+        if text.made:
+            self._made.append(Update(text.id, tuple(text.made)))
         return text.id
 
     def cancel(self, id: int, reason: str = "cancelled") -> None:

@@ -305,12 +305,14 @@ class Scheduler:
         self.texts[text.id] = text
         self._waiting.setdefault(text.client, {})[text.id] = text
 
-    def fork(self, text: Text, new_id: int) -> Text:
+    def fork(self, text: Text, new_id: int, max_tokens: int | None = None) -> Text:
         """Puts a second text with the same tokens so far in work, of the same client. Where the first one runs when the second is admitted,
-        they share full pages; else it is read like others. Raises ScheduleError where the first one has ended."""
+        they share full pages; else it is read like others. max_tokens: most made, those so far included; default: as of the first one.
+        Raises ScheduleError where the first one has ended."""
         if self.texts.get(text.id) is not text or text.state is State.ENDED:
             raise ScheduleError(f"[batch] text {text.id}: is not in work, so that it cannot be forked; expected one that has not ended")
-        fork = Text(new_id, text.client, text.prompt, text.max_tokens, list(text.made), source=text)
+        most = text.max_tokens if max_tokens is None else max_tokens
+        fork = Text(new_id, text.client, text.prompt, most, list(text.made), source=text)
         self.add(fork)
         return fork
 
