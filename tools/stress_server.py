@@ -135,8 +135,8 @@ def malformed(count: int, seed: int = 0) -> list[Request]:
             at = rng.choice([i for i, b in enumerate(text) if b in b'{}[]":,'])
             found.append(_post(path, text[:at] + rng.choice((b"", b"\x00", b"?", b"{{", b"\xc3")) + text[at + 1 :]))
         elif kind == 4:
-            kind = rng.choice(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "application/jsonx"))
-            found.append(Request("POST", path, {"Content-Type": kind}, text))
+            content = rng.choice(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "application/jsonx"))
+            found.append(Request("POST", path, {"Content-Type": content}, text))
         else:
             method = rng.choice(("GET", "PUT", "DELETE", "PATCH"))
             place = rng.choice((path, "/v1/" + rng.randbytes(6).hex(), "/v1/models/nothing", path + "/x", "/%00", "/../etc/passwd"))
