@@ -46,9 +46,8 @@ layout(push_constant) uniform Push {
     float eps;
 } p;
 
-#define INNER (N_HEAD * DIM)
-#define CHANNELS (INNER + 2 * N_GROUP * KEY)
-#define QUADS (KEY / 4)
+#include "ssm/softplus.glsl"
+#include "ssm/delta_heads.glsl"
 #define EACH ((QUADS + LANES - 1) / LANES)
 
 layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InQkv { float qkv[]; };
@@ -104,10 +103,7 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 
 #define CONV_X(token, c) qkv[(TOKEN0 + (token)) * WIDTH + (c)]
 #define CONV_ROW(row, c) conv[(SEQUENCE * RING + (row)) * CHANNELS + (c)]
-#include "ssm/softplus.glsl"
 #include "ssm/taps.glsl"
-
-float sigmoid(float v) { return 1.0 / (1.0 + exp(min(-v, 88.0))); }
 
 shared vec4 tile_q[TILE][QUADS], tile_k[TILE][QUADS];
 shared float tile_v[TILE][ROWS];
@@ -120,14 +116,6 @@ shared float head_y[DIM];
 #endif
 
 #define ITEMS (2 * KEY + ROWS)
-
-#if TILED
-#define GROUP_OF(head) ((head) % N_GROUP)
-#define OWNS_GROUP(head) ((head) < N_GROUP)
-#else
-#define GROUP_OF(head) ((head) / (N_HEAD / N_GROUP))
-#define OWNS_GROUP(head) ((head) % (N_HEAD / N_GROUP) == 0u)
-#endif
 
 // Which channel is item i of those that this workgroup needs: q, k, its rows of v.
 uint channel_of(uint i, uint head, uint row0) {
@@ -216,7 +204,7 @@ void main() {
             SPIN_UNTIL(dt = ALPHA(TOKEN0 + t0 + t, head), arrived(dt));
             SPIN_UNTIL(share = BETA(TOKEN0 + t0 + t, head), arrived(share));
             const bool real = pos[TOKEN0 + t0 + t] >= 0;  // padding: decay 1 and beta 0 leave the state as it is
-            tile_decay[t] = real ? exp(softplus(dt + dt_base) * decay_rate) : 1.0;
+            tile_decay[t] = real ? decay_of(dt, dt_base, decay_rate) : 1.0;
             tile_beta[t] = real ? sigmoid(share) : 0.0;
         }
 #if CONV

@@ -1,4 +1,5 @@
-"""DELTA_NET and CONV_DELTA_NET (shaders/ssm/delta_net.comp): the gated delta rule, with its state.
+"""DELTA_NET and CONV_DELTA_NET (shaders/ssm/delta_net.comp): the gated delta rule, with its state. Many tokens may go in chunks
+(delta_chunks.py).
 
     DELTA_NET       qkv F32 [n, channels] (SSM_CONV), alpha, beta F32 [n, n_head], a, dt_bias F32 [n_head], pos I32 [n],
                     state F32 [slots, n_head, dim, key] -> y F32 [n, inner], state
@@ -38,65 +39,21 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
-from vkback.ops.family import declare
+from vkback.ops.family import Choice
 from vkback.ops.ggml_words import one_of_types, type_word
 from vkback.ops.glu import sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import Q8_1_TOLERANCE
+from vkback.ops.recurrent.delta_chunks import chunk_shape, lower_chunks
+from vkback.ops.recurrent.delta_heads import LENGTH_EPS, Heads
 from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
 
-declare(
-    "delta_net",
-    match={"n": "number", "n_head": "number", "dim": "number", "key": "number"},
-    params={
-        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of the state
-        "rows": (1, 2, 4, 8, 16, 32, 64, 128),  # rows of a head in a workgroup; with the convolution all of them
-        "per_thread": (1, 2, 4, 8),  # rows of a thread
-    },
-)
-
 TILE = 16
 """Tokens whose q, k and v lie in shared memory at once."""
-
-LENGTH_EPS = 1e-6
-"""Added to the square of a length of q or k."""
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of a delta net, from its state and its number of groups."""
-
-    n: int
-    dim: int
-    key: int
-    n_group: int
-
-    @classmethod
-    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
-        *_, n, dim, key = state.shape
-        return cls(n, dim, key, int(params["n_group"]))
-
-    @property
-    def inner(self) -> int:
-        return self.n * self.dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.n_group * self.key
-
-    @property
-    def width(self) -> int:
-        """Of a row of qkv, z, alpha and beta."""
-        return self.channels + self.inner + 2 * self.n
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one slot."""
-        return 4 * self.inner * self.key
 
 
 @dataclass(frozen=True)
@@ -124,6 +81,10 @@ def _shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole
     while whole and per_thread > 4 * lanes:
         per_thread //= 2
     return _Shape(rows, per_thread, lanes)
+
+
+def _choice(ctx: LowerContext, heads: Heads, n: int) -> Choice:
+    return ctx.tuning.pick("delta_net", n=n, n_head=heads.n, dim=heads.dim, key=heads.key)
 
 
 def delta_rule(
@@ -165,6 +126,20 @@ class _DeltaNet(Op):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return F32_TOLERANCE
 
+    def _heads(self, node: Node, spun_on: tuple[Tensor, ...], state: Tensor) -> Heads:
+        """Sizes, once all shapes go together. Raises PlanError."""
+        heads, y, n = Heads.of(state, node.params), node.outputs[0], spun_on[0].shape[0]
+        if len(spun_on) == 1:
+            fits = spun_on[0].shape == (n, heads.width)
+        else:
+            fits = spun_on[0].shape == (n, heads.channels) and spun_on[1].elements == spun_on[2].elements == n * heads.n
+        if not fits or heads.n % heads.n_group or heads.key % 4 or y.elements != n * heads.inner:
+            raise PlanError(
+                f"[{self.name}] {node.name}: {', '.join(map(str, spun_on[:3]))}, {state}, {heads.n_group} groups to {y}: expected rows of "
+                f"{heads.channels} and {heads.n}, heads a multiple of the groups, and a key that is a multiple of 4"
+            )
+        return heads
+
     def _dispatch(
         self,
         node: Node,
@@ -178,24 +153,15 @@ class _DeltaNet(Op):
     ) -> Dispatch:
         """spun_on: what products made, in the order of the kernel's bindings. conv: the convolution's state where it is part of the op.
         slots: the tokens' sequences."""
-        heads, caps = Heads.of(state, node.params), ctx.caps
+        heads, caps = self._heads(node, spun_on, state), ctx.caps
         keep = bool(node.params.get("keep"))
-        y, n = node.outputs[0], spun_on[0].shape[0]
-        if packed := len(spun_on) == 1:
-            fits = spun_on[0].shape == (n, heads.width)
-        else:
-            fits = spun_on[0].shape == (n, heads.channels) and spun_on[1].elements == spun_on[2].elements == n * heads.n
-        if not fits or heads.n % heads.n_group or heads.key % 4 or y.elements != n * heads.inner:
-            raise PlanError(
-                f"[{self.name}] {node.name}: {', '.join(map(str, spun_on[:3]))}, {state}, {heads.n_group} groups to {y}: expected rows of "
-                f"{heads.channels} and {heads.n}, heads a multiple of the groups, and a key that is a multiple of 4"
-            )
+        y, n, packed = node.outputs[0], spun_on[0].shape[0], len(spun_on) == 1
         if conv is not None and heads.dim % (32 if y.type == "Q8_1" else 4):
             raise PlanError(
                 f"[{self.name}] {node.name}: {y}: expected heads of whole quads, for Q8_1 of whole units of 32, got {heads.dim}"
             )
         # A workgroup of CONV_DELTA_NET has one token, however many sequences there are.
-        choice = ctx.tuning.pick("delta_net", n=n if conv is None else 1, n_head=heads.n, dim=heads.dim, key=heads.key)
+        choice = _choice(ctx, heads, n if conv is None else 1)
         shape = _shape(choice.params, heads, caps, whole=conv is not None)
         # Tokens of a tile wait in shared memory while the state stays in registers.
         tile = 1 if conv is not None else min(n, TILE)
@@ -271,6 +237,15 @@ class DeltaNet(_DeltaNet):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, alpha, beta, a, dt_bias, pos, state = node.inputs
+        heads = self._heads(node, (qkv, alpha, beta), state)
+        choice = _choice(ctx, heads, qkv.shape[0])
+        if (
+            choice["kernel"] == "chunks"
+            and not ctx.exact
+            and not node.params.get("keep")
+            and (shape := chunk_shape(choice, heads, ctx.caps))
+        ):
+            return lower_chunks(node, heads, shape, choice.source)
         return [self._dispatch(node, ctx, (qkv, alpha, beta), (a, dt_bias), pos, state)]
 
     def cases(self) -> Iterator[Case]:

@@ -1,0 +1,59 @@
+"""Sizes of a gated delta net, and the family of its tuning rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vkback.graph import Tensor
+from vkback.ops.family import declare
+
+declare(
+    "delta_net",
+    match={"n": "number", "n_head": "number", "dim": "number", "key": "number"},
+    params={
+        "kernel": ("scan", "chunks"),  # token by token; chunks of tokens by products of matrices
+        "lanes": (1, 2, 4, 8, 16, 32),  # scan: threads that share a row of the state
+        "rows": (1, 2, 4, 8, 16, 32, 64, 128),  # rows of a head in a workgroup; with the convolution all of them
+        "per_thread": (1, 2, 4, 8),  # scan: rows of a thread
+        "chunk": (16, 32, 64),  # chunks: tokens of a chunk
+        "tokens": (1, 2, 4),  # chunks: tokens of a thread
+    },
+)
+
+LENGTH_EPS = 1e-6
+"""Added to the square of a length of q or k."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of a delta net, from its state and its number of groups."""
+
+    n: int
+    dim: int
+    key: int
+    n_group: int
+
+    @classmethod
+    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
+        *_, n, dim, key = state.shape
+        return cls(n, dim, key, int(params["n_group"]))
+
+    @property
+    def inner(self) -> int:
+        return self.n * self.dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.n_group * self.key
+
+    @property
+    def width(self) -> int:
+        """Of a row of qkv, z, alpha and beta."""
+        return self.channels + self.inner + 2 * self.n
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one slot."""
+        return 4 * self.inner * self.key
