@@ -1,8 +1,8 @@
-"""DELTA_NET of many tokens in chunks (shaders/ssm/delta_chunk_ut.comp, delta_chunk_state.comp): small matrices instead of a scan over tokens.
+"""DELTA_NET of many tokens in chunks (shaders/ssm/delta_chunk_ut.comp, delta_chunk_state.comp): small matrices instead of a scan.
 
 In a chunk the updates u of the state solve a triangular system whose matrix depends on q, k, decays and shares alone. The first dispatch
-inverts it for all chunks and heads at once. The second goes from chunk to chunk, with three products of matrices each; rows of the state are
-independent, so workgroups share a head's.
+inverts it for all chunks and heads at once. The second goes from chunk to chunk, with three products of matrices each; rows of the state
+are independent, so workgroups share a head's.
 
 Source: the chunked form of Gated DeltaNet (arXiv 2412.06464), which has the UT transform of arXiv 2406.06484.
 """
