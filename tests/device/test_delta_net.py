@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params, without_subgroups
@@ -12,12 +16,22 @@ from vkback.evaluate.judge import nmse
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.case import Case, Problem
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
+from vkback.plan.exact import exact_context
 from vkback.shader import ShaderLibrary
 
-CASES = [c for name in ("DELTA_NET", "CONV_DELTA_NET") for c in OPS[name].cases() if c.params["key"] in (20, 36) or "out" in c.params]
+CASES = [
+    c
+    for name in ("DELTA_NET", "CONV_DELTA_NET")
+    for c in OPS[name].cases()
+    if (c.params["key"] in (20, 36) or "out" in c.params) and "tuning" not in c.params
+]
 """Sizes that no power of two divides, heads in either order, a quantized output, slots."""
+
+SCAN: dict[str, Any] = {"kernel": "scan"}
+CHUNKS: dict[str, Any] = {"kernel": "chunks", "chunk": 16, "rows": 8, "tokens": 1}
 
 
 def test_the_delta_rule_by_hand() -> None:
@@ -65,10 +79,10 @@ def test_without_subgroups(case: Case, device: Device, library: ShaderLibrary, c
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", ["DELTA_NET", "CONV_DELTA_NET"])
-def test_position_0_reads_no_state(name: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize(("name", "params"), [("DELTA_NET", SCAN), ("DELTA_NET", CHUNKS), ("CONV_DELTA_NET", {})])
+def test_position_0_reads_no_state(name: str, params: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """What another sequence, or fresh memory, left in the states is never seen: not even as NaN times zero."""
-    op = OPS[name]
+    op, ctx = OPS[name], with_params(ctx, **params)
     problem = (op.build_case(5, 3, 8, 16) if name == "DELTA_NET" else op.build_case(3, 8, 16, pos=0)).build()
     states = [t.name for t in problem.node.inputs if t.kind == "state"]
     y = problem.node.outputs[0].name
@@ -85,10 +99,11 @@ def test_one_token_runs_twice_with_the_same_result(device: Device, library: Shad
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("params", [SCAN, CHUNKS], ids=["scan", "chunks"])
 @pytest.mark.parametrize("cut", [1, 7, 16])
-def test_a_sequence_in_pieces(cut: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+def test_a_sequence_in_pieces(cut: int, params: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """20 tokens at once, and in two batches, the first with padding at its end: the same outputs and the same state."""
-    whole = OPS["DELTA_NET"].build_case(20, 3, 8, 16).build()
+    whole, ctx = OPS["DELTA_NET"].build_case(20, 3, 8, 16).build(), with_params(ctx, **params)
     want = run_problem(device, library, whole, ctx)
     outputs, state = [], whole.values["state"]
     for first, last, padding in ((0, cut, 3), (cut, 20, 0)):
@@ -104,6 +119,38 @@ def test_a_sequence_in_pieces(cut: int, device: Device, library: ShaderLibrary, 
         outputs.append(got["y"][: last - first])
     assert nmse(np.concatenate(outputs), want["y"]) < 1e-13
     assert nmse(state[1], want["state"][1]) < 1e-13
+
+
+def test_chunks_are_taken_where_they_fit() -> None:
+    """Else the scan, whose reason says why."""
+    h200 = with_params(planned_for("nvidia_h200_linux"), kernel="chunks", chunk=32, rows=32, tokens=2)
+
+    def lowered(case: Case, ctx: LowerContext = h200) -> list[Dispatch]:
+        return OPS["DELTA_NET"].lower(case.node(), ctx)
+
+    def limited(**caps: Any) -> LowerContext:
+        return dataclasses.replace(h200, caps=dataclasses.replace(h200.caps, **caps))
+
+    op = OPS["DELTA_NET"]
+    large = op.build_case(64, 32, 128, 128, n_group=16)
+    ut, state = lowered(large)
+    assert (ut.kernel.source, ut.groups) == ("ssm/delta_chunk_ut.comp", (2, 32, 1))
+    assert (state.kernel.source, state.groups) == ("ssm/delta_chunk_state.comp", (4, 32, 1))
+    assert "chunks of 32 tokens, 128 threads, 2 tokens a thread, 32 rows" in state.reason
+    assert [d.groups for d in lowered(large, limited(max_shared_memory=24 << 10))] == [(2, 32, 1), (8, 32, 1)], "half the rows"
+    assert dict(lowered(op.build_case(64, 4, 128, 128, slots=9))[1].kernel.defines)["SLOTS"] == 9
+    for case, ctx, why in (
+        (large, limited(max_workgroup_invocations=64), "they need 128 threads"),
+        (large, limited(max_workgroup_size=(64, 64, 64)), "they need 128 threads"),
+        (large, limited(max_shared_memory=9 << 10), r"they need \d+ bytes of shared memory"),
+        (op.build_case(64, 4, 6, 8), h200, "heads of 6 are not whole quads"),
+        (op.build_case(8, 4, 128, 128, slots=9, keep=True), h200, "the state after each token is kept"),
+        (op.build_case(64, 2, 32, 1024), limited(max_shared_memory=227 << 10), "a thread would hold more than 64 values of the state"),
+    ):
+        (scan,) = lowered(case, ctx)
+        assert scan.kernel.source == "ssm/delta_net.comp" and re.search(f"; no chunks: .*{why}$", scan.reason), scan.reason
+    (scan,) = lowered(large, exact_context(h200))
+    assert scan.kernel.source == "ssm/delta_net.comp" and "no chunks" not in scan.reason
 
 
 def test_sizes_that_are_refused() -> None:

@@ -53,6 +53,8 @@ BOUNDED = {
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
+    "ssm/delta_chunk_state.comp": {"x": "rows of a head", "y": "heads"},
+    "ssm/delta_chunk_ut.comp": {"x": TOKENS, "y": "heads"},
     "ssm/delta_net.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "ssm/scan.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "topk/argmax.comp": {"x": VOCAB, "y": "rows of logits"},

@@ -9,20 +9,24 @@ Source: the chunked form of Gated DeltaNet (arXiv 2412.06464), which has the UT 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vkback.device import Capabilities
 from vkback.graph import Node, Tensor
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
-from vkback.ops.family import Choice
 from vkback.ops.recurrent.delta_heads import LENGTH_EPS, Heads
+from vkback.ops.recurrent.ssm_conv import kept_defines
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two
 from vkback.shader import Variant
 
 SLICE = 8
 """Quads of a row of k, q or a matrix that lie in shared memory at once, at most."""
-MOST_PARTS = 4
+MIN_ROWS = 4
+"""Of a workgroup: a thread has four."""
+MAX_PARTS = 4
 """Of four rows and four keys of the state in the registers of a thread, at most."""
 
 
@@ -51,6 +55,14 @@ class ChunkShape:
     def ut_threads(self) -> int:
         return 4 * self.chunk
 
+    @property
+    def state_defines(self) -> Defines:
+        return {"WG_SIZE": self.threads, "ROWS": self.rows, "TOKENS": self.tokens}
+
+    @property
+    def ut_defines(self) -> Defines:
+        return {"WG_SIZE": self.ut_threads, "TOKENS": self.ut_tokens}
+
     def shared_bytes(self, heads: Heads) -> int:
         """Of the larger of the two kernels."""
         of_slice = 2 * self.chunk * (self.slice + 1)
@@ -59,30 +71,35 @@ class ChunkShape:
         ut = max(of_slice, 2 * self.chunk * (self.chunk // 4 + 1)) + 7 * self.chunk // 4
         return 16 * max(state, ut)
 
-    def fits(self, heads: Heads, caps: Capabilities) -> bool:
-        most = min(caps.max_workgroup_invocations, caps.max_workgroup_size[0])
-        parts = ceil_div(self.rows // 4 * heads.key // 4, max(self.threads, 1))
-        return (
-            max(self.threads, self.ut_threads) <= most
-            and self.shared_bytes(heads) <= caps.max_shared_memory
-            and self.rows // 4 <= 2 * (self.slice + 1)  # u takes the place of a slice
-            and parts <= MOST_PARTS
-        )
+    def why_not(self, heads: Heads, caps: Capabilities) -> str:
+        """What the device or the kernel lacks for this shape; "" where it runs."""
+        threads, shared = max(self.threads, self.ut_threads), self.shared_bytes(heads)
+        if threads > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
+            return f"they need {threads} threads"
+        if shared > caps.max_shared_memory:
+            return f"they need {shared} bytes of shared memory"
+        if self.rows // 4 > 2 * (self.slice + 1):
+            return f"updates of {self.rows} rows are more than a slice"  # whose place they take
+        if ceil_div(self.rows // 4 * (heads.key // 4), self.threads) > MAX_PARTS:
+            return f"a thread would hold more than {16 * MAX_PARTS} values of the state"
+        return ""
 
 
-def chunk_shape(choice: Choice, heads: Heads, caps: Capabilities) -> ChunkShape | None:
-    """The shape that the tables want, smaller where the device or the heads ask for it; None where no chunk fits: rows of qkv that are not
-    whole quads, too little shared memory."""
+def chunk_shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities) -> ChunkShape | str:
+    """The shape that the tables want, with fewer rows, or fewer tokens of a thread, where heads or device ask for it; else why no chunks
+    are possible. Chunks of fewer tokens than wanted were not found faster than the scan, so they are not tried."""
     if heads.dim % 4 or heads.channels % 4:
-        return None
-    rows = max(4, min(int(choice["rows"]), power_of_two(heads.dim)))
-    chunk, tokens = int(choice["chunk"]), int(choice["tokens"])
-    for shape in (
-        ChunkShape(c, r, t) for c in (chunk, chunk // 2, chunk // 4) for r in (rows, rows // 2, rows // 4) for t in (tokens, 2, 1)
-    ):
-        if shape.chunk >= 16 and shape.rows >= 4 and shape.fits(heads, caps):
-            return shape
-    return None
+        return f"rows of {heads.channels} values, heads of {heads.dim} are not whole quads"
+    most, tokens = max(MIN_ROWS, min(int(params["rows"]), power_of_two(heads.dim))), int(params["tokens"])
+    shapes = [
+        ChunkShape(int(params["chunk"]), rows, each)
+        for rows in (most, most // 2, most // 4)
+        if rows >= MIN_ROWS
+        for each in (tokens, 2, 1)
+        if each <= tokens
+    ]
+    faults = [shape.why_not(heads, caps) for shape in shapes]
+    return next((shape for shape, fault in zip(shapes, faults, strict=True) if not fault), faults[-1])
 
 
 def lower_chunks(node: Node, heads: Heads, shape: ChunkShape, source: str) -> list[Dispatch]:
@@ -105,7 +122,7 @@ def lower_chunks(node: Node, heads: Heads, shape: ChunkShape, source: str) -> li
     keys = 8 * n * heads.n_group * heads.key
     return [
         Dispatch(
-            kernel=Variant.of("ssm/delta_chunk_ut.comp", {**defines, "WG_SIZE": shape.ut_threads, "TOKENS": shape.ut_tokens}),
+            kernel=Variant.of("ssm/delta_chunk_ut.comp", {**defines, **shape.ut_defines}),
             args=(*map(Arg, (qkv, *gates, pos)), Arg(matrices, "w"), Arg(factors, "w")),
             push=pack_push(n, LENGTH_EPS, heads.key**-0.5),
             groups=(chunks, heads.n, 1),
@@ -117,9 +134,7 @@ def lower_chunks(node: Node, heads: Heads, shape: ChunkShape, source: str) -> li
             flops=chunks * heads.n * c * c * (4 * heads.key + 2 * c // 3),
         ),
         Dispatch(
-            kernel=Variant.of(
-                "ssm/delta_chunk_state.comp", {**defines, "WG_SIZE": shape.threads, "ROWS": shape.rows, "TOKENS": shape.tokens}
-            ),
+            kernel=Variant.of("ssm/delta_chunk_state.comp", {**defines, **shape.state_defines, **kept_defines(state, None, 0, False)}),
             args=(*map(Arg, (qkv, matrices, factors, pos)), Arg(state, "rw"), Arg(y, "w")),
             push=pack_push(n),
             groups=(ceil_div(heads.dim, shape.rows), heads.n, 1),

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -45,7 +46,7 @@ from vkback.ops.glu import sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import Q8_1_TOLERANCE
-from vkback.ops.recurrent.delta_chunks import chunk_shape, lower_chunks
+from vkback.ops.recurrent.delta_chunks import ChunkShape, chunk_shape, lower_chunks
 from vkback.ops.recurrent.delta_heads import LENGTH_EPS, Heads
 from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
 from vkback.ops.storage import nbytes
@@ -54,6 +55,9 @@ from vkback.shader import Variant
 
 TILE = 16
 """Tokens whose q, k and v lie in shared memory at once."""
+
+KEEPING = "the state after each token is kept"
+"""Why chunks, which have the states between them alone, cannot be taken."""
 
 
 @dataclass(frozen=True)
@@ -237,16 +241,15 @@ class DeltaNet(_DeltaNet):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, alpha, beta, a, dt_bias, pos, state = node.inputs
-        heads = self._heads(node, (qkv, alpha, beta), state)
-        choice = _choice(ctx, heads, qkv.shape[0])
-        if (
-            choice["kernel"] == "chunks"
-            and not ctx.exact
-            and not node.params.get("keep")
-            and (shape := chunk_shape(choice, heads, ctx.caps))
-        ):
-            return lower_chunks(node, heads, shape, choice.source)
-        return [self._dispatch(node, ctx, (qkv, alpha, beta), (a, dt_bias), pos, state)]
+        heads, choice = self._heads(node, (qkv, alpha, beta), state), _choice(ctx, Heads.of(state, node.params), qkv.shape[0])
+        why = ""
+        if choice["kernel"] == "chunks":
+            shape = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
+            if isinstance(shape, ChunkShape):
+                return lower_chunks(node, heads, shape, choice.source)
+            why = f"; no chunks: {shape}"
+        scan = self._dispatch(node, ctx, (qkv, alpha, beta), (a, dt_bias), pos, state)
+        return [dataclasses.replace(scan, reason=scan.reason + why)]
 
     def cases(self) -> Iterator[Case]:
         for n, pos0, padding in ((1, 0, 0), (1, 8, 0), (2, 7, 0), (5, 1, 0), (16, 0, 3), (17, 12, 0), (40, 33, 23), (4, 9, 4)):
@@ -257,12 +260,24 @@ class DeltaNet(_DeltaNet):
         for n, pos0, padding in ((4, 0, 0), (4, 6, 0), (8, 30, 5), (1, 9, 0)):
             yield self.build_case(n, 4, 20, 16, n_group=2, pos0=pos0, padding=padding, slots=9, keep=True)
         yield self.build_case(40, 4, 20, 16, n_group=2, pos0=3, slots=9)
+        # Chunks that end within padding, with the last token, and behind it; rows and keys that no thread's share divides.
+        chunks = partial(Case.where, kernel="chunks")
+        yield chunks(self.build_case(40, 3, 8, 16, pos0=33, padding=23), chunk=16, rows=16, tokens=1)
+        yield chunks(self.build_case(64, 6, 12, 36, n_group=2, tiled=False), chunk=32, rows=16, tokens=2)
+        yield chunks(self.build_case(70, 4, 20, 20, n_group=2, pos0=2), chunk=64, rows=8, tokens=4)
+        yield chunks(self.build_case(33, 4, 128, 128, n_group=2, pos0=5, padding=1), chunk=32, rows=32, tokens=2)
+        yield chunks(self.build_case(17, 4, 20, 16, n_group=2, pos0=4, slots=9), chunk=16, rows=32, tokens=2)
 
     def full_cases(self) -> Iterator[Case]:
         for n, (n_head, dim, key, n_group, tiled), pos0 in product(
             (1, 2, 15, 64, 512), ((1, 1, 4, 1, True), (4, 12, 8, 4, True), (6, 33, 36, 3, False), (8, 64, 128, 2, True)), (0, 3)
         ):
             yield self.build_case(n, n_head, dim, key, n_group, tiled, pos0, padding=n // 3)
+        for n, (n_head, dim, key, n_group, tiled), chunk, (rows, tokens) in product(
+            (15, 100), ((4, 12, 8, 4, True), (6, 36, 36, 3, False), (8, 64, 128, 2, True)), (16, 32, 64), ((8, 1), (32, 2), (32, 4))
+        ):
+            case = self.build_case(n, n_head, dim, key, n_group, tiled, 3, padding=n // 7)
+            yield case.where(kernel="chunks", chunk=chunk, rows=rows, tokens=tokens)
 
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(512, 32, 128, 128, n_group=16, pos0=512)

@@ -1,0 +1,96 @@
+"""Models with delta nets whose prompts go in chunks of tokens: prompts in pieces, states saved and gone back to, against the twin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from prompt_kernels import kernels_of, logits_after
+
+from vkback.device import Capabilities, Device
+from vkback.engine import engine as engine_module
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
+from vkback.evaluate.judge import nmse
+from vkback.evaluate.twin import NumpyTwin
+from vkback.tuning.lookup import Overrides, Tuning
+
+N_CTX = 96
+IDS = [int(t) for t in np.random.default_rng(44).integers(0, 160, 75)]
+FLOAT_NMSE = 1e-6
+"""As in test_engine.py."""
+
+CHUNKED = {"ssm/delta_chunk_ut.comp", "ssm/delta_chunk_state.comp"}
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines loaded from here on take chunks of 16 tokens from 16 on, so that short prompts have several."""
+    params = {"kernel": "chunks", "chunk": 16, "rows": 16, "tokens": 1}
+
+    def tables(caps: Capabilities) -> Overrides:
+        return Overrides(Tuning.for_device(caps), {"delta_net": params}, "test")
+
+    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, tiny: Tiny, device: Device, chunks: None) -> Iterator[Engine]:
+    with Engine.load(tiny(request.param), device, n_ctx=N_CTX, act="f32", progress=False, ubatch=32) as loaded:
+        yield loaded
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("engine", ["tiny-qwen35", "tiny-qwen35moe", "tiny-qwen3next"], indirect=True)
+def test_prompts_in_chunks_are_the_twin_s(engine: Engine) -> None:
+    """Of two whole programs and one with padding; in pieces that end within a chunk; from a state that was saved between two of them."""
+    assert kernels_of(engine, len(IDS)) >= CHUNKED
+    want = NumpyTwin(engine.model.file.path, n_ctx=N_CTX).logits(IDS)
+    engine.reset()
+    assert nmse(engine.prompt_logits(IDS), want) < FLOAT_NMSE
+    for cuts in ((5, 38), (16, 17, 33), (32, 64)):
+        pieces = [IDS[a:b] for a, b in zip((0, *cuts), (*cuts, len(IDS)), strict=True)]
+        assert nmse(logits_after(engine, pieces), want[-1]) < FLOAT_NMSE, cuts
+    engine.reset()
+    engine.prompt(IDS[:37])
+    saved = engine.snapshot()
+    rest = engine.prompt_logits(IDS[37:])
+    engine.reset()
+    engine.prompt(IDS[::-1])
+    engine.restore(saved)
+    assert np.array_equal(engine.prompt_logits(IDS[37:]), rest)
+    assert nmse(rest, want[37:]) < FLOAT_NMSE
+    engine.restore(saved)
+    assert nmse(np.stack([engine.decode_logits(t) for t in IDS[37:42]]), want[37:42]) < FLOAT_NMSE
+
+
+@pytest.mark.vulkan
+def test_chunks_leave_the_state_where_steps_with_drafts_look_for_it(tiny: Tiny, device: Device, chunks: None) -> None:
+    """In a ring of nine slots, and a state saved from it goes to one of two."""
+    path = tiny("tiny-qwen35")
+    want = NumpyTwin(path, n_ctx=N_CTX).logits(IDS[:45])
+    with Engine.open(path, device, LoadOptions(ctx=N_CTX, act="f32", ubatch=32, spec_pinned=8)) as engine:
+        assert kernels_of(engine, 44) >= CHUNKED
+        assert nmse(logits_after(engine, [IDS[:45]]), want[-1]) < FLOAT_NMSE
+        engine.reset()
+        engine.prompt(IDS[:44])
+        saved = engine.snapshot()
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32", progress=False, ubatch=32) as plain:
+        plain.restore(saved)
+        assert nmse(plain.decode_logits(IDS[44]), want[-1]) < FLOAT_NMSE
+
+
+@pytest.mark.vulkan
+def test_exact_texts_keep_their_bits_where_the_tables_want_chunks(tiny: Tiny, device: Device, chunks: None) -> None:
+    """exact=True goes token by token; exact="requests" keeps chunks, whose tokens are the same each time."""
+    path = tiny("tiny-qwen35")
+    with Engine.load(path, device, n_ctx=N_CTX, progress=False, ubatch=32, exact=True) as engine:
+        assert not kernels_of(engine, 40) & CHUNKED
+        alone = np.stack([engine.decode_logits(t) for t in IDS[:40]])
+        engine.reset()
+        assert np.array_equal(engine.prompt_logits(IDS[:40]).view(np.uint32), alone.view(np.uint32))
