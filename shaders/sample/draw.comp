@@ -6,15 +6,15 @@
 //   1  scratch  see sample/scale.glsl
 //   2  tickets  counter TICKET (common/ticket.glsl)
 //   3  list     I32 [vocab]: ids of the tokens in bins that may be kept, in any order
-//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl
+//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl; with CHAIN then chain, see sample/chain.glsl
 // Of columns, logits, scratch, tickets and list are those of one column after those of another.
 //
 // All workgroups list tokens: workgroup (x, y) reads of column y logits x * WG_SIZE * PER_THREAD .. and reserves one range of the list for all that it keeps.
 // The last one to arrive does the rest alone. Each filter is a largest distance from the top logit; three histograms, each of one bin of the
-// one before, find it exactly. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
+// one before, find it exactly. Of tokens at the distance of the k-th, top-k keeps those with the lowest ids. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
 // noise(seed, pos, id), which has the probabilities of the softmax (Gumbel-max trick).
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
 
 #include "common/reduce.glsl"
 
@@ -64,16 +64,27 @@ void list_tokens(uint tid, float top, uint cut) {
         if (ranks[i] != ~0u) list[IN_COLUMN(group_begin + ranks[i], p.vocab)] = from + i * WG_SIZE;
 }
 
-// The largest distance to keep: the smallest one for which the listed tokens within it (and within `limit`) number at least `target` or, with
-// by_mass, have at least that sum of exp(-distance). With share > 0 the target is share * (the sum of all within `limit`).
-uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass, float share, float target) {
+// Which tokens are kept: distances lo to hi, of those at hi the ids up to `last`.
+struct Kept { uint lo; uint hi; uint last; };
+Kept kept = Kept(0u, DISTANCE_END - 1u, ~0u);
+
+bool is_kept(uint dist, uint id) {
+    return dist >= kept.lo && (dist < kept.hi || (dist == kept.hi && id <= kept.last));
+}
+
+// A distance, and by how much the tokens before it fall short of the target.
+struct Selected { uint dist; float rest; };
+
+// The smallest distance for which the kept tokens within it number at least `target` or, with by_mass, have at least that sum of
+// exp(-distance). With share > 0 the target is share * (the sum of all that are kept).
+Selected select_distance(uint tid, uint listed, float top, bool by_mass, float share, float target) {
     uint prefix = 0;
     for (uint level = 0; level < LEVELS; level++) {
         for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = deficits[i] = 0;
         barrier();
         for (uint i = tid; i < listed; i += WG_SIZE) {
-            const uint dist = distance_of(logits[IN_COLUMN(list[IN_COLUMN(i, p.vocab)], p.vocab)], top);
-            if (dist <= limit && dist >> (27 - 9 * level) == prefix) {
+            const uint id = list[IN_COLUMN(i, p.vocab)], dist = distance_of(logits[IN_COLUMN(id, p.vocab)], top);
+            if (is_kept(dist, id) && dist >> (27 - 9 * level) == prefix) {
                 atomicAdd(counts[bin_of(dist, level)], 1);
                 if (by_mass) atomicAdd(deficits[bin_of(dist, level)], deficit_of(dist, level));
             }
@@ -86,8 +97,42 @@ uint select_distance(uint tid, uint listed, float top, uint limit, bool by_mass,
         prefix = prefix << 9 | found.bin;
         target = found.rest;
     }
-    return prefix;
+    return Selected(prefix, target);
 }
+
+// Keeps the k nearest of the kept tokens, which are more.
+void select_top_k(uint tid, uint listed, float top, float k) {
+    const Selected found = select_distance(tid, listed, top, false, 0.0, k);
+    const bool tied = float(counts[found.dist & (BINS - 1u)]) > found.rest;
+    barrier();
+    const uint before = found.dist == kept.hi ? kept.last : ~0u;
+    kept = Kept(kept.lo, found.dist, before);
+    if (!tied) return;
+    // The id of the last one, nine bits after nine.
+    uint prefix = 0u;
+    float rest = found.rest;
+    for (uint level = 0u; level < 2u; level++) {
+        for (uint i = tid; i < BINS; i += WG_SIZE) counts[i] = 0u;
+        barrier();
+        for (uint i = tid; i < listed; i += WG_SIZE) {
+            const uint id = list[IN_COLUMN(i, p.vocab)];
+            if (id > before || distance_of(logits[IN_COLUMN(id, p.vocab)], top) != found.dist || id >> (18u - 9u * level) != prefix) continue;
+            atomicAdd(counts[id >> (9u - 9u * level) & (BINS - 1u)], 1u);
+        }
+        barrier();
+        for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(counts[i]);
+        barrier();
+        const Found last = search(tid, 0.0, rest);
+        prefix = prefix << 9u | last.bin;
+        rest = last.rest;
+    }
+    kept.last = prefix;
+}
+
+#ifdef CHAIN
+#include "sample/chain.glsl"
+#include "sample/chain_filters.glsl"
+#endif
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
@@ -104,21 +149,35 @@ void main() {
     const float temp = intBitsToFloat(loop_words[IN_LOOP(LOOP_TEMP)]);
     const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
     const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
-    uint limit = DISTANCE_END - 1;
-    if (top_k > 0 && uint(top_k) < listed) limit = select_distance(tid, listed, top, limit, false, 0.0, float(top_k));
-    if (top_p < 1.0) {
-        const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
-        limit = min(limit, select_distance(tid, listed, top, limit, true, share, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)])));
+#ifdef CHAIN
+    const bool chained = chain_word(CHAIN_COUNT) > 0.0;
+    float scale = 1.0;
+    if (chained) scale = run_chain(tid, listed, top, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)]));
+#else
+    const bool chained = false;
+    const float scale = 1.0;
+#endif
+    if (!chained) {
+        if (top_k > 0 && uint(top_k) < listed) select_top_k(tid, listed, top, float(top_k));
+        if (top_p < 1.0) {
+            const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
+            const uint dist = select_distance(tid, listed, top, true, share, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)])).dist;
+            if (dist < kept.hi) kept = Kept(0u, dist, ~0u);
+        }
+        if (min_p > 0.0 && distance_limit(min_p) < kept.hi) kept = Kept(0u, distance_limit(min_p), ~0u);
     }
-    if (min_p > 0.0) limit = min(limit, distance_limit(min_p));
 
     const uint seed = uint(loop_words[IN_LOOP(LOOP_SEED)]), at = uint(pos[COLUMN]);
     uvec2 best = NO_CANDIDATE;
     for (uint i = tid; i < listed; i += WG_SIZE) {
         const uint id = list[IN_COLUMN(i, p.vocab)];
         const float logit = logits[IN_COLUMN(id, p.vocab)];
-        if (distance_of(logit, top) <= limit) best = max_candidate(best, candidate((logit - top) / temp + noise(seed, at, id), id));
+        const float score = chained ? (logit - top) * scale : (logit - top) / temp;
+        if (is_kept(distance_of(logit, top), id)) best = max_candidate(best, candidate(score + noise(seed, at, id), id));
     }
     best = wg_max_candidate(best);
+#ifdef CHAIN
+    if (chained) note_surprise(tid, listed, top, scale, best.y);
+#endif
     if (tid == 0) loop_advance(int(best.y));
 }

@@ -5,12 +5,12 @@
 //   0  logits   F32 [vocab]
 //   1  scratch  see sample/scale.glsl: workgroups add to the bins of level 0; the last one to arrive writes the last bin that can be kept
 //   2  tickets  counter TICKET (common/ticket.glsl)
-//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl (only the sampler's parameters are read)
+//   LOOP_BIND ..  loop, tokens, pos, of columns more: see sample/loop.glsl (only the sampler's parameters are read); with CHAIN then chain, see sample/chain.glsl
 // Of columns, logits, scratch and tickets are those of one column after those of another.
 //
 // Workgroup (x, y) counts of column y logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
 
 layout(local_size_x = WG_SIZE) in;
 
@@ -30,6 +30,9 @@ layout(binding = 2) coherent buffer Tickets { uint tickets[]; };
 #include "sample/loop.glsl"
 #include "sample/scale.glsl"
 #include "sample/search.glsl"
+#ifdef CHAIN
+#include "sample/chain.glsl"
+#endif
 
 shared uint counts[BINS], deficits[BINS];
 
@@ -64,11 +67,28 @@ void main() {
     const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
     uint cut = BINS - 1;
     float target = 0.0;
-    if (top_k > 0) {
+    bool by_count = top_k > 0, by_mass = top_k <= 0 && top_p < 1.0;
+    // Top-p after top-k needs the sum of all that top-k keeps, so min-p must not shorten the list then.
+    bool by_share = min_p > 0.0 && !(top_k > 0 && top_p < 1.0);
+#ifdef CHAIN
+    const uint samplers = uint(chain_word(CHAIN_COUNT));
+    if (samplers > 0u) {
+        // What lies behind a sampler that needs the sum of all before it must not shorten the list.
+        by_count = by_share = false;
+        by_mass = int(chain_word(CHAIN_ORDER)) == TOP_P;
+        for (uint i = 0u; i < samplers && !by_mass; i++) {
+            const int kind = int(chain_word(CHAIN_ORDER + i));
+            if (kind != TOP_K && kind != MIN_P) break;
+            by_count = by_count || kind == TOP_K;
+            by_share = by_share || kind == MIN_P;
+        }
+    }
+#endif
+    if (by_count) {
         for (uint i = tid; i < BINS; i += WG_SIZE) search_value[i] = float(scratch[IN_SCRATCH(SCRATCH_COUNTS + i)]);
         barrier();
         cut = search(tid, 0.0, float(top_k)).bin;
-    } else if (top_p < 1.0) {
+    } else if (by_mass) {
         for (uint i = tid; i < BINS; i += WG_SIZE)
             search_value[i] = bin_mass(scratch[IN_SCRATCH(SCRATCH_COUNTS + i)], scratch[IN_SCRATCH(SCRATCH_DEFICITS + i)], i << 18, 0);
         barrier();
@@ -76,8 +96,7 @@ void main() {
         cut = found.bin;
         target = found.target;
     }
-    // Top-p after top-k needs the sum of all that top-k keeps, so min-p must not shorten the list then.
-    if (min_p > 0.0 && !(top_k > 0 && top_p < 1.0)) cut = min(cut, bin_of(distance_limit(min_p), 0));
+    if (by_share) cut = min(cut, bin_of(distance_limit(min_p), 0));
     if (tid == 0) {
         scratch[IN_SCRATCH(SCRATCH_CUT)] = cut;
         scratch[IN_SCRATCH(SCRATCH_TARGET)] = floatBitsToUint(target);

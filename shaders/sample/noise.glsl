@@ -1,6 +1,7 @@
 // Gumbel noise as a function of seed, position and token alone.
 //
 //   float noise(uint seed, uint pos, uint id)
+//   float unit(uint seed, uint pos, uint id)    what it is made of: evenly between 0 and 1
 // The same in numpy: noise in vkback/ops/sampling/sample.py.
 
 // The hash PCG3D of Jarzynski and Olano, "Hash Functions for GPU Rendering" (2020).
@@ -16,9 +17,13 @@ uint pcg3d(uvec3 v) {
     return v.x;
 }
 
+// An odd multiple of 2^-24: never 0 or 1.
+float unit(uint seed, uint pos, uint id) {
+    return float(pcg3d(uvec3(id, pos, seed)) >> 9u) * 1.1920929e-7 + 5.9604645e-8;
+}
+
 float noise(uint seed, uint pos, uint id) {
-    // An odd multiple of 2^-24: never 0 or 1.
-    const float u = float(pcg3d(uvec3(id, pos, seed)) >> 9u) * 1.1920929e-7 + 5.9604645e-8;
+    const float u = unit(seed, pos, id);
     // -log(1 - u); for small u by the series of 2 artanh(u / (2 - u)), since log is accurate only to 2^-21 near 1,
     // and the smallest values decide the draw.
     const float z = u / (2.0 - u), zz = z * z;

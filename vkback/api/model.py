@@ -268,7 +268,7 @@ class LoadedModel:
         self._batched: BatchedTexts | None = None
         self.texts = SharedTexts(self)
         self._told_of_system = False
-        self.warm: set[tuple[bool, ...]] = set()
+        self.warm: set[str] = set()
 
     # -- facts
 

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 from vkback.api import given
 from vkback.api.errors import ModelError
 from vkback.engine.host_loop import LogitsProcessor
-from vkback.engine.sampler import Sampler
+from vkback.engine.sampler import FIRST, SAMPLERS, ChainSettings, Sampler
 from vkback.errors import did_you_mean
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -27,13 +27,25 @@ class GenerateOptions(TypedDict, total=False):
 
     max_tokens   tokens at most; None: until an end-of-text token or the end of the context; 0: read the prompt and make none
     temperature  0 takes the most likely token
-    top_k        choose among this many; 0 for all. Tokens as likely as the last of them are in, too, but 1 is one: as temperature 0
+    top_k        choose among this many; 0 for all
     top_p        choose among the likeliest that make up this share; 1 for all
     min_p        drop tokens less likely than this share of the likeliest; 0 for none
     seed         the same seed gives the same text; None: another one each time, which the result tells
     stop         a string or several that end the text, which does not contain them, and token ids, which end it after them
     repeat_penalty, presence_penalty, frequency_penalty
                  of tokens that the last `penalty_last_n` tokens of the text have (-1: all of it); 1, 0 and 0 for none
+    typical_p    keep tokens whose surprise is nearest to the entropy, that make up this share; 1 for all
+    top_n_sigma  drop tokens whose logit is more than so many standard deviations below the largest; 0 or below for none
+    xtc_probability, xtc_threshold
+                 with this chance, of tokens at least as likely as the threshold keep the least likely alone; 0 for never
+    dynatemp_range, dynatemp_exponent
+                 temperature by the entropy, from temperature - range to temperature + range; 0 for the temperature alone
+    mirostat, mirostat_tau, mirostat_eta
+                 1 or 2: hold the surprise of tokens at tau bits, in place of all filters, learning by eta; 0 for none
+    dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers
+                 a token that would lengthen a repetition of n tokens of the last `dry_penalty_last_n` (-1: all) loses multiplier * base **
+                 (n - allowed_length) of its logit; repetitions end at the breakers; multiplier 0 for none
+    samplers     which of them run, in this order: names as llama.cpp has them, in a list or with ; between. Penalties and DRY come first
     logit_bias   token -> what is added to its logit; -inf bans it
     logprobs     None, or how many of the likeliest tokens to tell at each step beside the one chosen; costs speed, changes no token
     ignore_eos   go on after an end-of-text token
@@ -56,6 +68,21 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     penalty_last_n: int
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: str | Sequence[str]
+    samplers: str | Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     ignore_eos: bool
@@ -71,7 +98,7 @@ def with_keywords(method: Method) -> Method:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ChainSettings):
     """GenerateOptions with their defaults, checked."""
 
     max_tokens: int | None = None
@@ -112,7 +139,7 @@ class Options:
     @property
     def sampler(self) -> Sampler:
         return Sampler(
-            0.0 if self.top_k == 1 else self.temperature,
+            0.0 if self.top_k == 1 and self.samplers is None and not self.mirostat else self.temperature,
             self.top_k,
             self.top_p,
             self.min_p,
@@ -122,6 +149,7 @@ class Options:
             self.frequency_penalty,
             self.penalty_last_n,
             tuple(sorted((self.logit_bias or {}).items())),
+            **self.settings,
         )
 
     @property
@@ -160,6 +188,63 @@ def _stop(name: str, value: Any) -> tuple[str | int, ...]:
             raise given.wrong(name, value, "strings that are not empty")
         found.append(each if isinstance(each, str) else given.whole(name, each, expected))
     return tuple(found)
+
+
+SAMPLER_NAMES = {
+    **{name: name for name in SAMPLERS},
+    "top-k": "top_k",
+    "top-p": "top_p",
+    "nucleus": "top_p",
+    "min-p": "min_p",
+    "typical": "typ_p",
+    "typical_p": "typ_p",
+    "typical-p": "typ_p",
+    "typ": "typ_p",
+    "typ-p": "typ_p",
+    "top-n-sigma": "top_n_sigma",
+    "temp": "temperature",
+}
+"""Names of samplers, and those that llama.cpp takes beside them."""
+
+SAMPLER_LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p"} | {
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+}
+"""As llama.cpp's --sampling-seq has them."""
+
+
+def _samplers(name: str, value: Any) -> tuple[str, ...] | None:
+    expected = f"names with ; between, or a list of them, each once: {', '.join(SAMPLERS)}; or letters, as edskypmxt"
+    if value is None:
+        return None
+    if isinstance(value, str):
+        letters = value not in SAMPLER_NAMES and all(letter in SAMPLER_LETTERS for letter in value)
+        found = [SAMPLER_LETTERS[letter] for letter in value] if letters else [part.strip() for part in value.split(";")]
+    elif isinstance(value, Iterable):
+        found = list(value)
+    else:
+        raise given.wrong(name, value, expected)
+    named = [SAMPLER_NAMES.get(each.lower()) if isinstance(each, str) else None for each in found]
+    if None in named or len(set(named)) < len(named):
+        raise given.wrong(name, value, expected)
+    order = [each for each in named if each is not None]
+    # Where they stand makes no difference for those.
+    return tuple([each for each in FIRST if each in order] + [each for each in order if each not in FIRST])
+
+
+def _breakers(name: str, value: Any) -> tuple[str, ...]:
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(each, str) for each in found):
+        raise given.wrong(name, value, "a text, or a list of texts")
+    return found
+
+
+def _mirostat(name: str, value: Any) -> int:
+    found = given.whole(name, value, expected := "0 (off), 1 or 2", 0)
+    if found > 2:
+        raise given.wrong(name, value, expected)
+    return found
 
 
 def _bias(name: str, value: Any) -> Mapping[int, float] | None:
@@ -211,6 +296,21 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "presence_penalty": _any,
     "frequency_penalty": _any,
     "penalty_last_n": partial(given.whole, expected="a whole number, 0 or more, or -1 for the whole text", least=-1),
+    "typical_p": _share,
+    "top_n_sigma": _any,
+    "xtc_probability": _share,
+    "xtc_threshold": partial(given.number, expected="a number above 0, up to 1", least=1e-9, most=1.0),
+    "dynatemp_range": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "dynatemp_exponent": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "mirostat": _mirostat,
+    "mirostat_tau": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "mirostat_eta": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "dry_multiplier": partial(given.number, expected="a number, 0 or more", least=0.0),
+    "dry_base": partial(given.number, expected="a number, 1 or more", least=1.0),
+    "dry_allowed_length": partial(given.whole, expected="a whole number, 1 or more", least=1),
+    "dry_penalty_last_n": partial(given.whole, expected="a whole number, 0 or more, or -1 for the whole text", least=-1),
+    "dry_sequence_breakers": _breakers,
+    "samplers": _samplers,
     "logit_bias": _bias,
     "logprobs": _count,
     "ignore_eos": given.flag,
@@ -225,6 +325,8 @@ ELSEWHERE = {
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
+    "typ_p": "typical_p",
+    "sampler_seq": "samplers",
     "n_probs": "logprobs",
     "repeat_last_n": "penalty_last_n",
     "stop_token_ids": "stop",

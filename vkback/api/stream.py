@@ -20,6 +20,7 @@ from vkback.engine.constraint import Constraint
 from vkback.engine.drafts import DraftCounts, Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.host_loop import generate_on_host
+from vkback.engine.sampler import loop_kind
 
 Using = Callable[[bool], AbstractContextManager[Any]]
 """Takes the engine for one step, with the state of this text, or (True) with the state that it has."""
@@ -151,7 +152,7 @@ class EngineText:
         reused: int,
         options: Options,
         using: Using,
-        warm: set[tuple[bool, ...]],
+        warm: set[str],
         constraint: Constraint | None = None,
         reader: MessageReader | None = None,
         drafts: Drafts | None = None,
@@ -236,7 +237,7 @@ class EngineText:
         n = room if options.max_tokens is None else min(room, options.max_tokens)
         before = engine.compiled
         constraint = self._constraint
-        kind = (sampler.greedy, sampler.penalizes, constraint is not None)
+        kind = loop_kind(sampler, constraint is not None)
         if options.logits_processor:
             engine.prepare(prompt=len(fed) - 1, logits=True)
         else:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -27,6 +27,7 @@ from vkback.cli.sampling import (
     TopPOption,
     check_bias,
     logit_bias,
+    with_samplers,
 )
 from vkback.cli.shell import (
     ActOption,
@@ -80,6 +81,7 @@ TemplateKwargsOption = Annotated[
 ]
 
 
+@with_samplers
 def chat(
     model: ModelOption = None,
     system: Annotated[str | None, typer.Option("-sys", "--system", help="What the model is told before the conversation.")] = None,
@@ -117,11 +119,13 @@ def chat(
     lora: LoraOption = None,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
+    *,
+    samplers: Mapping[str, Any],
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
     added = logit_bias(bias)
-    options: GenerateOptions = {
+    given = {
         "max_tokens": n,
         "temperature": temp,
         "top_k": top_k,
@@ -133,7 +137,9 @@ def chat(
         "frequency_penalty": frequency_penalty,
         "penalty_last_n": repeat_last_n,
         "logit_bias": dict(added),
+        **samplers,
     }
+    options = cast("GenerateOptions", given)
     chosen = template_text(template)
     variables = template_variables(template_kwargs)
     adapters = adapters_of(lora, lora_scaled, lora_scale)

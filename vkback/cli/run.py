@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -25,6 +25,7 @@ from vkback.cli.sampling import (
     TopPOption,
     check_bias,
     logit_bias,
+    with_samplers,
 )
 from vkback.cli.shell import (
     ActOption,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 128
 
 
+@with_samplers
 def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="The text to continue.", show_default=False)] = None,
     given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The same as an option; - reads stdin.")] = None,
@@ -98,6 +100,8 @@ def generate(
     draft_min: DraftMinOption = 0,
     spec_pinned: SpecPinnedOption = 0,
     as_json: JsonOption = False,
+    *,
+    samplers: Mapping[str, Any],
 ) -> None:
     """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
     compile time, and speeds without it. With --json one object with text, tokens and times is all there is."""
@@ -109,7 +113,7 @@ def generate(
     else:
         prompt, ids = "", token_ids(given_ids)
     added = logit_bias(bias)
-    options: GenerateOptions = {
+    asked = {
         "max_tokens": DEFAULT_TOKENS if n is None else n,
         "temperature": temp,
         "top_k": top_k,
@@ -122,7 +126,9 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "penalty_last_n": repeat_last_n,
         "logit_bias": dict(added),
+        **samplers,
     }
+    options = cast("GenerateOptions", asked)
     how = load_options(
         ctx=ctx,
         act=act,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vkback.cli.shell import UsageError
+from vkback.errors import VkbackError
 
 TempOption = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")]
 TopKOption = Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")]
@@ -24,6 +27,87 @@ BiasOption = Annotated[
     typer.Option("-l", "--logit-bias", metavar="ID=VALUE", help="Added to the logit of a token; -inf bans it. May be given again."),
 ]
 StopOption = Annotated[list[str] | None, typer.Option("-r", "--stop", help="Text that ends the generation. May be given again.")]
+
+
+def _number(default: float, name: str, help: str, **bounds: Any) -> tuple[Any, Any]:
+    return Annotated[float, typer.Option(name, help=help, **bounds)], default
+
+
+def _whole(default: int, name: str, help: str, **bounds: Any) -> tuple[Any, Any]:
+    return Annotated[int, typer.Option(name, help=help, **bounds)], default
+
+
+SAMPLERS = {
+    "typical_p": _number(1.0, "--typical", "Keep the tokens of typical surprise that make up this share; 1 for all.", min=0.0, max=1.0),
+    "top_n_sigma": _number(-1.0, "--top-nsigma", "Drop tokens more than so many standard deviations below the likeliest; -1 for none."),
+    "xtc_probability": _number(0.0, "--xtc-probability", "Chance that the likeliest tokens are left out; 0 for never.", min=0.0, max=1.0),
+    "xtc_threshold": _number(0.1, "--xtc-threshold", "How likely those are, of which the least likely stays.", min=1e-9, max=1.0),
+    "dynatemp_range": _number(0.0, "--dynatemp-range", "Temperature by the entropy, so much lower and higher than --temp.", min=0.0),
+    "dynatemp_exponent": _number(1.0, "--dynatemp-exp", "The power of the entropy in that.", min=0.0),
+    "mirostat": _whole(0, "--mirostat", "1 or 2: hold the surprise of tokens, in place of all filters; 0 for none.", min=0, max=2),
+    "mirostat_tau": _number(5.0, "--mirostat-ent", "The surprise in bits that mirostat holds.", min=0.0),
+    "mirostat_eta": _number(0.1, "--mirostat-lr", "How fast it learns.", min=0.0),
+    "dry_multiplier": _number(0.0, "--dry-multiplier", "What tokens lose that would lengthen a repetition; 0 for nothing.", min=0.0),
+    "dry_base": _number(1.75, "--dry-base", "That grows by this for each token of the repetition.", min=1.0),
+    "dry_allowed_length": _whole(2, "--dry-allowed-length", "Tokens of a repetition from which on it counts.", min=1),
+    "dry_penalty_last_n": _whole(-1, "--dry-penalty-last-n", "How many of the last tokens are searched; -1 for all.", min=-1),
+    "dry_sequence_breakers": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--dry-sequence-breaker", help='Text that ends repetitions; may be given again, none for none [default: \\n : " *].'
+            ),
+        ],
+        None,
+    ),
+    "samplers": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--samplers", help="Which run, in this order [default: penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature]."
+            ),
+        ],
+        None,
+    ),
+    "sampling_seq": (
+        Annotated[str | None, typer.Option("--sampling-seq", "--sampler-seq", help="The same by letters, as edskypmxt.")],
+        None,
+    ),
+}
+"""Options of samplers that are off by default, by the names of GenerateOptions."""
+
+
+def with_samplers(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: the command has these options, too, and gets those that are not at their defaults as `samplers`."""
+    own = inspect.signature(command, eval_str=True)
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asked = {name: kwargs.pop(name) for name in SAMPLERS if name in kwargs}
+        command(*args, **kwargs, samplers=_asked({n: v for n, v in asked.items() if v != SAMPLERS[n][1]}))
+
+    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=v, annotation=kind) for n, (kind, v) in SAMPLERS.items()]
+    before = [parameter for parameter in own.parameters.values() if parameter.name != "samplers"]
+    run.__signature__ = own.replace(parameters=[*before, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*before, *added)}
+    return run
+
+
+def _asked(options: dict[str, Any]) -> Mapping[str, Any]:
+    """Checked as those of Python are. Raises UsageError."""
+    from vkback.api.options import Options
+
+    if "samplers" in options and "sampling_seq" in options:
+        raise UsageError("--samplers and --sampling-seq exclude each other: each is the order of the samplers")
+    if "sampling_seq" in options:
+        options["samplers"] = options.pop("sampling_seq")
+    if (breakers := options.get("dry_sequence_breakers")) is not None:
+        options["dry_sequence_breakers"] = [] if breakers == ["none"] else [b.replace("\\n", "\n").replace("\\t", "\t") for b in breakers]
+    try:
+        Options.of(options)
+    except VkbackError as e:
+        raise UsageError(str(e).partition("] ")[2] or str(e)) from e
+    return options
 
 
 def logit_bias(given: Sequence[str] | None) -> tuple[tuple[int, float], ...]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from vkback.cli.chat import TemplateKwargsOption, template_text, template_variables, told_format
 from vkback.cli.embed import PoolingOption, pooling_named
 from vkback.cli.interrupts import own_interrupts
+from vkback.cli.sampling import MinPOption, TempOption, TopKOption, TopPOption, with_samplers
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
@@ -39,12 +40,16 @@ from vkback.cli.shell import (
 )
 from vkback.terminal import colours_wanted
 
+if TYPE_CHECKING:
+    from vkback.api import GenerateOptions
+
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 LOCAL_NAMES = ("127.0.0.1", "[::1]", "localhost")
 """As Host headers have them."""
 
 
+@with_samplers
 def serve(
     model: ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -89,6 +94,10 @@ def serve(
     strict: Annotated[bool, typer.Option(help="Refuse fields of requests that there are not.")] = False,
     strict_model: Annotated[bool, typer.Option(help="Refuse other names of a model than this one's.")] = False,
     pooling: PoolingOption = None,
+    temp: TempOption = 0.8,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
     reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with those before it.")] = True,
     device: DeviceOption = None,
     ctx: ContextOption = None,
@@ -105,6 +114,8 @@ def serve(
     lora: LoraOption = None,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
+    *,
+    samplers: Mapping[str, Any],
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/models, /health, /metrics,
     and a chat page at /."""
@@ -175,6 +186,7 @@ def serve(
             strict_model=strict_model,
             cors=cors or (),
             pooling=pooling_named(pooling),
+            defaults=cast("GenerateOptions", {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, **samplers}),
         )
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))

@@ -36,6 +36,7 @@ from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
+from vkback.engine.sequence_breakers import SequenceBreakers
 from vkback.engine.snapshot import Snapshot
 from vkback.engine.text_vectors import TextVectors
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
@@ -185,6 +186,7 @@ class Engine:
         )
         self._trial = BarrierTrial()
         self._checkpoint: Checkpoint | None = None
+        self._breakers = SequenceBreakers(model)
         self._kernels = KernelCompiler(device, self.library, self._report)
         self._prompts.attach(n_ctx)
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
@@ -752,8 +754,8 @@ class Engine:
                    token, which changes no token and costs speed
         constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
         token
-        drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits or
-                   a constraint there are none
+        drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits, a
+                   constraint, DRY or a chain of samplers there are none
         Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
@@ -764,7 +766,7 @@ class Engine:
         self.draft_counts = DraftCounts()
         # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
         needs_host = on_logits is not None or constraint is not None
-        drafts = self.possible_drafts(drafts, needs_host)
+        drafts = self.possible_drafts(drafts, needs_host or sampler.chained or sampler.dries)
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:
             self.prepare_drafts(first, sampler, drafts)
@@ -828,7 +830,7 @@ class Engine:
         """Programs of one token, and what they share."""
         return self._token_programs
 
-    def possible_drafts(self, drafts: Drafts | None, needs_host: bool = False) -> Drafts | None:
+    def possible_drafts(self, drafts: Drafts | None, needs_plain_steps: bool = False) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
             return None
@@ -846,7 +848,7 @@ class Engine:
                 return None
         if drafts.model and self._draft_model is None:
             raise DraftError(f"[drafts] {self.model.file.path.name}: has no draft model; expected one by attach_draft_model")
-        return None if self._no_drafts or needs_host else drafts
+        return None if self._no_drafts or needs_plain_steps else drafts
 
     def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
@@ -984,7 +986,11 @@ class Engine:
         loop[LOOP_LIMIT] = run.n
         self._token_programs.set_input(run.first, self.n_past)
         self.device.upload(self._token_programs.inputs["loop"], loop)
-        if run.sampler.penalizes or run.constrained:
+        if run.sampler.chained:
+            self.device.upload(self._token_programs.inputs["chain"], run.sampler.chain.words())
+        if run.sampler.dries:
+            self.device.upload(self._token_programs.dry_input(), self.dry_words(run.sampler, self.n_ctx))
+        if run.sampler.penalizes or run.constrained or run.sampler.dries:
             vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
             self.device.upload(inputs["bias"], run.sampler.bias(vocab))
             self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
@@ -992,6 +998,10 @@ class Engine:
             self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1))
         if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
             self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier if run.drafts.earlier else ())
+
+    def dry_words(self, sampler: Sampler, n_ctx: int) -> npt.NDArray[np.int32]:
+        """What DRY goes by, in a context of so many tokens. Raises SamplerError for breakers that it cannot hold."""
+        return sampler.dry(n_ctx).words(self._breakers.of(sampler.dry_sequence_breakers))
 
     def _check_room(self, count: int, what: str) -> None:
         if self.n_past + count > self.n_ctx:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from vkback.engine.constraint import Constraint
 from vkback.engine.engine import Engine
 from vkback.engine.sampler import RING, Sampler, SamplerError, loop_state
+from vkback.ops.sampling.dry import dried
 from vkback.ops.sampling.penalties import penalized
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, Sample
 
@@ -44,6 +45,8 @@ def generate_on_host(
     loop, pick = loop_state(sampler, eos), Sample()
     so_far = list(text)
     bias = sampler.bias(vocab)
+    chain = sampler.chain.words()
+    dry = engine.dry_words(sampler, engine.n_ctx) if sampler.dries else None
     seen = sampler.penalties(engine.n_ctx).words(so_far[:-1], vocab, engine.n_ctx)
     for step in range(n):
         pos = engine.n_past
@@ -55,9 +58,12 @@ def generate_on_host(
         if sampler.penalizes or constraint is not None:
             mask = None if constraint is None else constraint.mask()
             x = penalized(logits, bias, seen, so_far[-1], pos, mask)
+        if dry is not None:
+            x = dried(x, so_far, dry)
         if not (x > -np.inf).any():
             raise SamplerError("[sampler] no token is left after logits_processor, logit_bias and json_schema; let one be possible")
-        loop, _, _ = pick.reference([x[None].astype(np.float32), loop, np.array(so_far[-1:]), np.array([pos])], {"capacity": RING})
+        state = [loop, np.array(so_far[-1:]), np.array([pos]), chain]
+        loop, _, _, chain = pick.reference([x[None].astype(np.float32), *state], {"capacity": RING})
         token = int(loop[LOOP_RING + step % RING])
         so_far.append(token)
         if constraint is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vkback.engine.prompts import PromptHead, with_barriers
-from vkback.engine.sampler import CONSTRAINED, PENALIZED, add_drafts, add_sampler
+from vkback.engine.sampler import CHAINED, CONSTRAINED, DRIED, PENALIZED, add_drafts, add_sampler
 from vkback.events import log
 from vkback.graph import Graph
 from vkback.models.builder import CacheTypes, Head, StateSlots
@@ -46,7 +46,14 @@ class Plans:
             graph = self.graph(1, "last")
             if kind != "logits":
                 penalties_ctx = self.n_ctx if PENALIZED in kind else None
-                add_sampler(graph, greedy=kind.startswith("greedy"), penalties_ctx=penalties_ctx, masked=kind.endswith(CONSTRAINED))
+                add_sampler(
+                    graph,
+                    greedy=kind.startswith("greedy"),
+                    penalties_ctx=penalties_ctx,
+                    masked=CONSTRAINED in kind,
+                    dried=DRIED in kind,
+                    chained=CHAINED in kind,
+                )
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from vkback.errors import VkbackError
 from vkback.graph import Graph, Tensor
+from vkback.ops.sampling.chain import CHAIN_WORDS, LONGEST, Chain
+from vkback.ops.sampling.dry import Dry, dry_words
 from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties, mask_words
 from vkback.ops.sampling.sample import LOOP_EOS, LOOP_PARAMS, LOOP_RING
@@ -27,8 +29,44 @@ class SamplerError(VkbackError):
     """Settings that the loop on the device cannot hold."""
 
 
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+"""All there are, in the order in which they run unless somebody asks for another."""
+
+FIRST = ("penalties", "dry")
+"""Those that change logits: they run before the others, wherever they stand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainSettings:
+    """Samplers that are off unless asked for; names and defaults are llama.cpp's, rules in vkback/ops/sampling/chain.py and dry.py.
+
+    samplers  which run, in this order, of SAMPLERS; None: all, in theirs
+    """
+
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    samplers: tuple[str, ...] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those by name."""
+        return {field.name: getattr(self, field.name) for field in fields(ChainSettings)}
+
+
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(ChainSettings):
     """How the next token is picked. temp 0: the largest logit. top_k 0, top_p 1 and min_p 0 switch the filters off.
 
     repeat_penalty, presence_penalty, frequency_penalty
@@ -49,13 +87,84 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        return self.temp <= 0.0
+        """Whether the token is that of the largest logit."""
+        if self.temp > 0.0 or self._ranges:
+            return False
+        return self.mirostat > 0 or ("temperature" in self._order and not self._excludes)
+
+    @property
+    def _order(self) -> tuple[str, ...]:
+        return SAMPLERS if self.samplers is None else self.samplers
+
+    @property
+    def _excludes(self) -> bool:
+        return "xtc" in self._order and self.xtc_probability > 0 and self.xtc_threshold <= 0.5
+
+    @property
+    def _ranges(self) -> bool:
+        return "temperature" in self._order and self.dynatemp_range > 0
+
+    @property
+    def chained(self) -> bool:
+        """Whether the choice is that of a chain of samplers: others than top-k, top-p, min-p and temperature, or in another order."""
+        if self.greedy:
+            return False
+        others = self._excludes or self._ranges or self.typical_p < 1 or self.top_n_sigma > 0
+        asked = [name for name in self._order if name not in FIRST]
+        return self.mirostat > 0 or others or asked != [name for name in SAMPLERS if name not in FIRST]
+
+    @property
+    def chain(self) -> Chain:
+        """That, with what it needs; empty where there is none."""
+        if not self.chained:
+            return Chain()
+        order: tuple[str, ...] = ("temperature", "mirostat" if self.mirostat == 1 else "mirostat_v2")
+        if not self.mirostat:
+            does = {
+                "top_k": self.top_k > 0,
+                "top_p": self.top_p < 1,
+                "min_p": self.min_p > 0,
+                "typ_p": self.typical_p < 1,
+                "top_n_sigma": self.top_n_sigma > 0,
+                "xtc": self._excludes,
+                "temperature": self.temp != 1 or self._ranges,
+            }
+            order = tuple(name for name in self._order if does.get(name))
+        if not order:
+            order = ("temperature",)  # of 1, which changes nothing
+        return Chain(
+            order,
+            2 * self.mirostat_tau,
+            self.typical_p,
+            self.xtc_probability,
+            self.xtc_threshold,
+            self.top_n_sigma,
+            self.dynatemp_range if "temperature" in self._order else 0.0,
+            self.dynatemp_exponent,
+            self.mirostat_tau,
+            self.mirostat_eta,
+            self.temp if "temperature" in self._order or self.mirostat else 1.0,
+        )
+
+    @property
+    def dries(self) -> bool:
+        """Whether tokens that lengthen a repetition lose of their logits."""
+        return "dry" in self._order and self.dry_multiplier != 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    def dry(self, n_ctx: int) -> Dry:
+        """By how much, in a context of so many tokens."""
+        last_n = n_ctx if self.dry_penalty_last_n < 0 else min(self.dry_penalty_last_n, n_ctx)
+        return Dry(self.dry_multiplier if self.dries else 0.0, self.dry_base, self.dry_allowed_length, last_n)
 
     @property
     def penalizes(self) -> bool:
-        """Whether logits are changed before the choice."""
+        """Whether logits are changed before the choice by a bias or penalties."""
+        return bool(self.logit_bias) or self._penalizes
+
+    @property
+    def _penalizes(self) -> bool:
         others = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-        return bool(self.logit_bias) or (others and self.penalty_last_n != 0)
+        return others and self.penalty_last_n != 0 and "penalties" in self._order
 
     def bias(self, n_vocab: int) -> npt.NDArray[np.float32]:
         """What is added to the logit of each token."""
@@ -67,22 +176,36 @@ class Sampler:
     def penalties(self, n_ctx: int) -> Penalties:
         """The penalties in a context of so many tokens."""
         last_n = n_ctx if self.penalty_last_n < 0 else min(self.penalty_last_n, n_ctx)
+        if not self._penalizes:
+            return Penalties(1.0, 0.0, 0.0, last_n)
         return Penalties(self.repeat_penalty, self.presence_penalty, self.frequency_penalty, last_n)
 
 
-PENALIZED, CONSTRAINED = ", penalties", ", mask"
-"""Ends of a kind of loop: logits are changed before the choice; some tokens are taken out."""
+PENALIZED, CONSTRAINED, DRIED, CHAINED = ", penalties", ", mask", ", dry", ", chain"
+"""Parts of a kind of loop: logits are changed before the choice; some tokens are taken out; repetitions lose; a chain of samplers picks."""
 
 
 def loop_kind(sampler: Sampler, constrained: bool = False) -> str:
-    """ "greedy" or "sample", with PENALIZED where logits are changed before, and CONSTRAINED where tokens are taken out."""
-    kind = "greedy" if sampler.greedy else "sample"
-    return kind + (PENALIZED if sampler.penalizes or constrained else "") + (CONSTRAINED if constrained else "")
+    """ "greedy" or "sample", with PENALIZED where logits are changed before, CONSTRAINED where tokens are taken out, DRIED, which needs the
+    first, and CHAINED."""
+    parts = {
+        PENALIZED: sampler.penalizes or constrained or sampler.dries,
+        CONSTRAINED: constrained,
+        DRIED: sampler.dries,
+        CHAINED: sampler.chained,
+    }
+    return ("greedy" if sampler.greedy else "sample") + "".join(part for part, there in parts.items() if there)
 
 
-def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None, masked: bool = False) -> None:
-    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place. penalties_ctx: rows of
-    the cache; with it PENALTIES comes before, which if masked takes tokens out."""
+def add_sampler(
+    graph: Graph, *, greedy: bool, penalties_ctx: int | None = None, masked: bool = False, dried: bool = False, chained: bool = False
+) -> None:
+    """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place.
+
+    penalties_ctx  rows of the cache; with it PENALTIES comes before, which if masked takes tokens out
+    dried          and DRY behind that
+    chained        SAMPLE has a chain of samplers
+    """
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
     loop = Tensor("loop", "I32", (LOOP_RING + RING,), "input")
@@ -94,7 +217,11 @@ def add_sampler(graph: Graph, *, greedy: bool, penalties_ctx: int | None = None,
         mask = (Tensor("mask", "I32", (mask_words(vocab),), "input"),) if masked else ()
         graph.add("PENALTIES", (logits, bias, seen, loop, tokens, pos, *mask), (penalized, seen))
         logits = penalized
-    graph.add("SAMPLE", (logits, loop, tokens, pos), (loop, tokens, pos), capacity=RING, greedy=greedy)
+        if dried:
+            dry = Tensor("dry", "I32", (dry_words(vocab),), "input")
+            graph.add("DRY", (logits, seen, loop, pos, dry), (logits, dry))
+    state = (loop, tokens, pos, *((Tensor("chain", "F32", (CHAIN_WORDS,), "input"),) if chained else ()))
+    graph.add("SAMPLE", (logits, *state), state, capacity=RING, greedy=greedy)
 
 
 def draft_words(n_ctx: int) -> int:
@@ -127,11 +254,15 @@ def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penaltie
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The generation loop's state before its first token. Raises SamplerError where the model has too many end-of-text ids."""
+    """The generation loop's state before its first token. Raises SamplerError where the model has too many end-of-text ids, or a chain has
+    too many samplers."""
+    if len(sampler.chain.order) > LONGEST:
+        raise SamplerError(f"[sampler] {len(sampler.chain.order)} samplers, at most {LONGEST} are supported")
     if len(eos) > LOOP_RING - LOOP_EOS:
         raise SamplerError(f"[sampler] {len(eos)} end-of-text ids, at most {LOOP_RING - LOOP_EOS} are supported")
     words = np.zeros(LOOP_RING + RING, np.int32)
-    params: tuple[Any, ...] = (sampler.temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
+    temp = 1.0 if sampler.chained else sampler.temp  # a chain has its own
+    params: tuple[Any, ...] = (temp, sampler.top_k, sampler.top_p, sampler.min_p, sampler.seed & 0xFFFFFFFF, len(eos))
     words[LOOP_PARAMS : LOOP_PARAMS + 6] = np.frombuffer(struct.pack("<fiffIi", *params), np.int32)
     words[LOOP_EOS : LOOP_EOS + len(eos)] = eos
     return words

@@ -10,7 +10,9 @@ import numpy.typing as npt
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
 from vkback.engine.plans import Plans
 from vkback.engine.readback import Readback, TokenLoop
-from vkback.engine.sampler import PENALIZED, RING
+from vkback.engine.sampler import DRIED, PENALIZED, RING
+from vkback.ops.sampling.chain import CHAIN_WORDS
+from vkback.ops.sampling.dry import dry_words
 from vkback.ops.sampling.lookup import MAX_COLUMNS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sampling.sample import LOOP_RING
@@ -32,7 +34,8 @@ class TokenPrograms:
 
     bind  (schedule, inputs by name) -> program
 
-    inputs  by name, what the host writes: "one" (a token and its position), "loop" (the token loop's state), "mask" (of a constraint)
+    inputs  by name, what the host writes: "one" (a token and its position), "loop" (state of the token loop), "mask" (of a constraint),
+            "chain" (of samplers)
     """
 
     def __init__(self, device: Device, n_vocab: int, plans: Plans, bind: Callable[[Schedule, dict[str, BufferRange]], Program]) -> None:
@@ -43,6 +46,7 @@ class TokenPrograms:
         self._recordings: dict[str, Commands] = {}
         self._arenas: list[Arena] = []
         self._penalties: dict[str, BufferRange] = {}
+        self._dry: BufferRange | None = None
         self._turn = 0
 
     def allocate(self) -> None:
@@ -52,7 +56,7 @@ class TokenPrograms:
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
-        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self._n_vocab)}
+        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self._n_vocab), "chain": 4 * CHAIN_WORDS}
         caps = self._device.caps
         device = self._device.arena(
             "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
@@ -80,12 +84,23 @@ class TokenPrograms:
             self._penalties = {n: arena.alloc(size, n) for n, size in sizes.items()}
         return self._penalties
 
+    def dry_input(self) -> BufferRange:
+        """That of DRY, in memory that is taken when it is first used."""
+        if self._dry is None:
+            words = np.zeros(dry_words(self._n_vocab), np.int32)
+            self._arenas.append(self._device.arena("dry", aligned(words.nbytes), "device"))
+            self._dry = self._arenas[-1].alloc(words.nbytes, "dry")
+            self._device.upload(self._dry, words)
+        return self._dry
+
     def program(self, kind: str) -> Program:
         """The program of a kind."""
         if kind not in self._programs:
             inputs = self.columns(1)
             if PENALIZED in kind:
                 inputs |= self.penalty_inputs()
+            if DRIED in kind:
+                inputs["dry"] = self.dry_input()
             self._programs[kind] = self._bind(self._plans.token(kind), inputs)
         return self._programs[kind]
 
@@ -131,7 +146,9 @@ class TokenPrograms:
     def columns(self, count: int) -> dict[str, BufferRange]:
         """Inputs of a program of so many tokens, the first of which is that of the programs of one."""
         one = self.inputs["one"]
-        return {"tokens": one.slice(0, 4 * count), "pos": one.slice(INPUT_BYTES, 4 * count)} | {n: self.inputs[n] for n in ("loop", "mask")}
+        return {"tokens": one.slice(0, 4 * count), "pos": one.slice(INPUT_BYTES, 4 * count)} | {
+            n: self.inputs[n] for n in ("loop", "mask", "chain")
+        }
 
     def set_input(self, token: int, position: int) -> None:
         """The token of the next submit."""

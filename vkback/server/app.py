@@ -94,6 +94,7 @@ def build_app(
     template_kwargs: Mapping[str, Any] | None = None,
     cors: Sequence[str] = (),
     pooling: Pooling | None = None,
+    defaults: GenerateOptions | None = None,
 ) -> Starlette:
     """The application. The worker is closed when it ends.
 
@@ -105,10 +106,20 @@ def build_app(
     hosts            names that the Host header may have, `*.example.com` for all below one, `*` for any: a page of another site whose name
                      was made to mean this machine has none of them
     cors             origins of pages that may use the server through a browser, as https://example.com; `*` for any
+    defaults         of sampling, where a request says nothing
     """
-    server = Server(worker, api_key, limits or Limits(), template, strict=strict, strict_model=strict_model, variables=template_kwargs)
+    server = Server(
+        worker,
+        api_key,
+        limits or Limits(),
+        template,
+        strict=strict,
+        strict_model=strict_model,
+        variables=template_kwargs,
+        defaults=defaults,
+    )
     forms = OtherForms(server)
-    texts = Texts(worker, server.authorize, server.parsed, server.composed, template)
+    texts = Texts(worker, server.authorize, server.parsed, server.composed, template, defaults or {})
     vectors = Embeddings(worker, server.parsed, server.require_model, (limits or Limits()).request_s, pooling)
 
     @asynccontextmanager
@@ -214,10 +225,12 @@ class Server:
         strict: bool = False,
         strict_model: bool = False,
         variables: Mapping[str, Any] | None = None,
+        defaults: GenerateOptions | None = None,
     ) -> None:
         self.worker, self._key, self._limits, self._template = worker, api_key, limits, template
         self._strict, self._strict_model = strict, strict_model
         self._variables = variables or {}
+        self._defaults: dict[str, Any] = dict(defaults or {})
         self._said: set[str] = set()
         self._facts = facts_of(worker.model)
         self._created = int(time.time())
@@ -396,6 +409,7 @@ class Server:
         deadline = time.monotonic() + self._limits.request_s
         logged = request_log.of(request)
         texts, n = asked.texts, asked.n or 1
+        options = self._defaults | options
         if texts > n and options["logprobs"] is None:
             options["logprobs"] = 0  # of the tokens that are chosen, to tell the best
         client = request.client.host if request.client else ""

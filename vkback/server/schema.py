@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
 from vkback.api import GenerateOptions, ModelError
+from vkback.api.options import Options
 from vkback.api.tools.use import ToolUse, tool_use
+from vkback.engine.sampler import SAMPLERS, ChainSettings
 from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
 
@@ -109,8 +112,24 @@ class ResponseFormat(JsonFields):
         return json.dumps({"type": "object"} if found is None else found)
 
 
+CHAIN_SETTINGS = tuple(field.name for field in fields(ChainSettings))
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(ge=0)]
+
+
+def _samplers(given: list[str] | str) -> list[str] | str:
+    """Raises ValueError for names that there are not."""
+    try:
+        Options.of({"samplers": given})
+    except ModelError:
+        raise ValueError(f"{given!r}: expected names, each once, of {', '.join(SAMPLERS)}, or their letters") from None
+    return given
+
+
 class Sampling(JsonFields):
-    """What both endpoints take. top_k, min_p, repeat_penalty, ignore_eos and speculative.n_max are not OpenAI's. user,
+    """What both endpoints take. top_k, min_p, repeat_penalty, samplers with what they need, ignore_eos and speculative.n_max are not
+    OpenAI's. user,
     safety_identifier, prompt_cache_key, metadata, store and service_tier change nothing."""
 
     model: str | None = Field(default=None, description="the name of the model, a text")
@@ -128,6 +147,25 @@ class Sampling(JsonFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(default=None, description="a number from -2 to 2")
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = Field(default=None, description="a number from 0.01 to 100")
+    typical_p: Share | None = Field(default=None, description="a number from 0 to 1")
+    top_n_sigma: float | None = Field(default=None, description="a number; 0 or below: off")
+    xtc_probability: Share | None = Field(default=None, description="a number from 0 to 1")
+    xtc_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(default=None, description="a number above 0, up to 1")
+    dynatemp_range: Positive | None = Field(default=None, description="a number of at least 0")
+    dynatemp_exponent: Positive | None = Field(default=None, description="a number of at least 0")
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = Field(default=None, description="0, 1 or 2")
+    mirostat_tau: Positive | None = Field(default=None, description="a number of at least 0")
+    mirostat_eta: Positive | None = Field(default=None, description="a number of at least 0")
+    dry_multiplier: Positive | None = Field(default=None, description="a number of at least 0")
+    dry_base: Annotated[float, Field(ge=1)] | None = Field(default=None, description="a number of at least 1")
+    dry_allowed_length: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a whole number of at least 1")
+    dry_penalty_last_n: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="a whole number of at least -1")
+    dry_sequence_breakers: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
+        default=None, description=f"a list of at most {MAX_STOPS} texts"
+    )
+    samplers: Annotated[list[str] | str, AfterValidator(_samplers)] | None = Field(
+        default=None, description=f"a list of names, each once, of {', '.join(SAMPLERS)}, or their letters"
+    )
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = Field(
         default=None, description='at most 1024 token ids, each with a number from -100 to 100, as {"50": -100}'
     )
@@ -160,6 +198,8 @@ class Sampling(JsonFields):
             options["top_k"] = max(0, self.top_k)
         if self.min_p is not None:
             options["min_p"] = self.min_p
+        named = {name: getattr(self, name) for name in CHAIN_SETTINGS}
+        options |= cast(GenerateOptions, {name: value for name, value in named.items() if value is not None})
         if self.speculative_n_max is not None:
             options["draft_max"] = self.speculative_n_max
         if self.stop is not None:

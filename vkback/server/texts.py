@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vkback.api.model import ChatPrompt
-from vkback.api.options import Options
+from vkback.api.options import GenerateOptions, Options
+from vkback.engine.sampler import SAMPLERS
 from vkback.gguf.vocabularies import TokenizerError
 from vkback.server import schema
 from vkback.server.errors import BadRequest
@@ -29,7 +30,9 @@ class Texts:
         parsed: Callable[[Request, type[Any]], Awaitable[Any]],
         composed: Callable[[schema.ChatRequest], Awaitable[ChatPrompt]],
         template: str | None,
+        defaults: GenerateOptions,
     ) -> None:
+        self._defaults = defaults
         self._worker, self._authorize, self._parsed, self._composed, self._template = worker, authorize, parsed, composed, template
 
     async def tokenize(self, request: Request) -> Response:
@@ -63,7 +66,7 @@ class Texts:
 
     async def props(self, request: Request) -> Response:
         self._authorize(request)
-        worker, options = self._worker, Options()
+        worker, options = self._worker, Options.of(self._defaults)
         model = worker.model
         tokenizer = worker.tokenizer
         spelled = {
@@ -71,6 +74,7 @@ class Texts:
             for name, token in (("bos_token", tokenizer.bos), ("eos_token", tokenizer.eos_id))
         }
         params = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")}
+        params |= options.settings | {"samplers": options.samplers or SAMPLERS}
         body = {
             "default_generation_settings": {"n_ctx": worker.n_ctx, "params": params},
             "total_slots": getattr(worker, "parallel", 1),

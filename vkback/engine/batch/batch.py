@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
 from vkback.models.builder import Paging
 from vkback.models.cache_range import overflow_message
+from vkback.ops.sampling.chain import CHAIN_WORDS
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN
 
@@ -135,7 +137,7 @@ class Update:
 class _Work:
     """A request, and what the device knows of it. loop: words of its loop before the ring, but for the limit. column: of its steps, -1:
     none. pages: entries of the page table that are written. seen: steps of its loop that were reported. begun: its prompt is in the
-    staging cache, in part. mask: of its constraint, for the next token."""
+    staging cache, in part. mask: of its constraint, for the next token. chain: of its samplers, where it waited on the host."""
 
     request: Request
     text: Text
@@ -147,6 +149,7 @@ class _Work:
     kept: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     kept_states: npt.NDArray[np.uint8] | None = None
     took: Took = field(default_factory=Took)
+    chain: npt.NDArray[np.float32] | None = None
     mask: npt.NDArray[np.int32] | None = None
 
 
@@ -169,6 +172,11 @@ class Counters:
     read: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
     seconds: dict[str, float] = field(default_factory=lambda: {"steps": 0.0, "prompts": 0.0})
+
+
+def _kind(sampler: Sampler, *, masked: bool = False, logits: bool = False) -> Kind:
+    """Of the steps that a text needs."""
+    return Kind(sampler.greedy, sampler.penalizes or masked or sampler.dries, masked, logits, sampler.dries, sampler.chained)
 
 
 def pages_that_fit(engine: Engine, wanted: int, page: int = PAGE) -> int:
@@ -264,6 +272,7 @@ class Batch:
         self._programs = StepPrograms(engine, self._caches, self._state)
         self._edits = Edits()
         self._penalized_slots: set[int] = set()
+        self._used_slots: dict[Literal["dry", "chains"], set[int]] = {"dry": set(), "chains": set()}
         self._works: dict[int, _Work] = {}
         self._columns: list[_Work | None] = [None] * most
         self._flying: deque[_Submitted] = deque()
@@ -315,6 +324,8 @@ class Batch:
         mask = request.constraint.mask() if request.constraint is not None else None
         # Before the text is in work: a model with too many end-of-text ids is refused here.
         loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
+        if request.sampler.dries:
+            self.engine.dry_words(request.sampler, self.engine.n_ctx)
         self.scheduler.add(text)
         self._works[text.id] = _Work(request, text, loop, mask=mask)
         return text.id
@@ -401,7 +412,7 @@ class Batch:
     def prepare(self, columns: Sequence[int] = (), sampler: Sampler | None = None) -> None:
         """Compile and record what steps of so many columns need, default: all there may be, of which the scheduler learns how long a step
         takes. Does nothing while texts run."""
-        kind = Kind(greedy=sampler is None or sampler.greedy, penalties=sampler is not None and sampler.penalizes)
+        kind = _kind(sampler or Sampler())
         if self._flying or any(self._columns):
             return
         for n in {class_of(n, self.limits.max_step_tokens) for n in columns} if columns and not self._pinned else self.limits.classes:
@@ -425,6 +436,9 @@ class Batch:
             work = self._works[action.text.id]
             work.kept = [self._caches.download([page]) for page in action.pages]
             work.kept_states = self._caches.download_states(action.slot)
+            if work.request.sampler.mirostat and work.request.sampler.chained:
+                size = 4 * CHAIN_WORDS
+                work.chain = self.device.download(self._programs.other_input("chains").slice(action.slot * size, size), np.float32)
             work.pages = 0
             self._take_out(work)
         elif isinstance(action, Bring):
@@ -529,7 +543,8 @@ class Batch:
         column, (work,) = action.columns[0], self._works.values()
         request = work.request
         drafts = request.max_tokens and request.drafts and request.drafts.most
-        return bool(drafts and column.steps and column.tokens == 1) and not (request.constraint or request.logits)
+        plain = not (request.constraint or request.logits or request.sampler.chained or request.sampler.dries)
+        return bool(drafts and column.steps and column.tokens == 1) and plain
 
     def _step_alone(self, action: Step) -> None:
         """A step by the engine's own loop."""
@@ -602,8 +617,7 @@ class Batch:
 
     def _kind_of(self, work: _Work) -> Kind:
         request = work.request
-        masked = request.constraint is not None
-        return Kind(request.sampler.greedy, request.sampler.penalizes or masked, masked, request.logits)
+        return _kind(request.sampler, masked=request.constraint is not None, logits=request.logits)
 
     @property
     def _host_sees_every_step(self) -> bool:
@@ -626,10 +640,22 @@ class Batch:
         for i, value in enumerate(loop.tolist()):
             self._edits.put(self._state.word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
-        penalized = request.sampler.penalizes or request.constraint is not None
+        sampler = request.sampler
+        if sampler.dries or text.slot in self._used_slots["dry"]:
+            rows = self.paging.page * self.paging.max_pages
+            self._give("dry", text.slot, self.engine.dry_words(sampler, rows), sampler.dries)
+        if sampler.chained or text.slot in self._used_slots["chains"]:
+            chain = work.chain if work.chain is not None else sampler.chain.words()
+            self._give("chains", text.slot, chain.view(np.int32), sampler.chained)
+        penalized = sampler.penalizes or request.constraint is not None or sampler.dries
         if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
         (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
+
+    def _give(self, name: Literal["dry", "chains"], slot: int, words: npt.NDArray[np.int32], used: bool) -> None:
+        """A slot's words of an input that few texts need; without use, so that it keeps nothing of the text before."""
+        self.device.upload(self._programs.other_input(name).slice(slot * words.nbytes, words.nbytes), words)
+        (self._used_slots[name].add if used else self._used_slots[name].discard)(slot)
 
     def _note_reused(self, work: _Work) -> None:
         """Of a text that is about to make its first token: whether its prompt was known."""

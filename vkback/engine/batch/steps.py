@@ -4,7 +4,8 @@ sequences are in it is data on the device (vkback/engine/batch/state.py)."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ from vkback.engine.readback import Readback
 from vkback.graph import Graph, Tensor
 from vkback.models.builder import CacheTypes, Paging
 from vkback.models.registry import Model
+from vkback.ops.sampling.chain import CHAIN_WORDS
+from vkback.ops.sampling.dry import dry_words
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -40,6 +43,8 @@ class Kind:
 
     greedy     every sequence takes the largest logit
     penalties  some change logits before
+    dry        some have DRY, which needs the former
+    chained    some have chains of samplers
     masked     some take tokens out
     logits     the host gets them
     """
@@ -48,16 +53,18 @@ class Kind:
     penalties: bool = False
     masked: bool = False
     logits: bool = False
+    dry: bool = False
+    chained: bool = False
 
     def __or__(self, other: Kind) -> Kind:
         """What serves both."""
-        return Kind(
-            self.greedy and other.greedy, self.penalties or other.penalties, self.masked or other.masked, self.logits or other.logits
-        )
+        either = {f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)}
+        return Kind(**{**either, "greedy": self.greedy and other.greedy})
 
     def __str__(self) -> str:
         said = "greedy" if self.greedy else "sample"
-        return said + ", penalties" * self.penalties + ", mask" * self.masked + ", logits" * self.logits
+        others = {"penalties": self.penalties, "mask": self.masked, "logits": self.logits, "dry": self.dry, "chain": self.chained}
+        return ", ".join([said, *(name for name, there in others.items() if there)])
 
 
 def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging: Paging) -> Graph:
@@ -76,8 +83,13 @@ def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging
         penalized = Tensor("result_penalized", "F32", logits.shape)
         graph.add("PENALTIES_COLUMNS", (logits, bias, seen, loops, tokens, pos, slots, draws, *mask), (penalized, seen))
         logits = penalized
-    inputs = (logits, loops, tokens, pos, rows, slots, draws, pages)
-    graph.add("SAMPLE_COLUMNS", inputs, (loops, tokens, pos, rows), capacity=RING, page=paging.page, greedy=kind.greedy)
+        if kind.dry:
+            dry = Tensor("dry", "I32", (paging.n_slots, dry_words(vocab)), "input")
+            graph.add("DRY_COLUMNS", (logits, seen, loops, pos, dry, slots, draws), (logits, dry))
+    chains = (Tensor("chains", "F32", (paging.n_slots, CHAIN_WORDS), "input"),) if kind.chained and not kind.greedy else ()
+    inputs = (logits, loops, tokens, pos, rows, slots, draws, pages, *chains)
+    outputs = (loops, tokens, pos, rows, *chains)
+    graph.add("SAMPLE_COLUMNS", inputs, outputs, capacity=RING, page=paging.page, greedy=kind.greedy)
     return graph
 
 
@@ -108,6 +120,7 @@ class StepPrograms:
         self._block: tuple[Arena, BufferRange] | None = None
         self._logits: tuple[Arena, BufferRange] | None = None
         self._penalties: tuple[Arena, dict[str, BufferRange]] | None = None
+        self._others: dict[str, tuple[Arena, BufferRange]] = {}
         size = 4 * self.paging.n_slots * LOOP_WORDS
         self._back_arena = engine.device.arena("read-back of a batch", (IN_FLIGHT + 1) * (aligned(size) + aligned(4)), "readback")
         self._backs = [
@@ -171,6 +184,16 @@ class StepPrograms:
             self._penalties = arena, ranges
         return self._penalties[1]
 
+    def other_input(self, name: Literal["dry", "chains"]) -> BufferRange:
+        """Memory of DRY's words, or of chains: [n_slots, ...], taken when it is first used."""
+        if name not in self._others:
+            each = dry_words(self._engine.model.hp.n_vocab) if name == "dry" else CHAIN_WORDS
+            words = np.zeros(self.paging.n_slots * each, np.int32)
+            arena = self._engine.device.arena(f"{name} of a batch", aligned(words.nbytes), "device")
+            self._others[name] = arena, arena.alloc(words.nbytes, name)
+            self._engine.device.upload(self._others[name][1], words)
+        return self._others[name][1]
+
     def _recorded(self, columns: int, kind: Kind, steps: int) -> list[Commands]:
         """One recording for each submit that may be in flight, with a read-back of its own."""
         key = columns, kind, steps
@@ -195,6 +218,10 @@ class StepPrograms:
             inputs = self._caches.ranges | self._state.inputs(columns)
             if kind.penalties or kind.masked:
                 inputs |= self.penalty_inputs()
+            if kind.dry:
+                inputs["dry"] = self.other_input("dry")
+            if kind.chained:
+                inputs["chains"] = self.other_input("chains")
             if kind.logits and self._logits is None:
                 size = aligned(4 * self._state.columns * self._engine.model.hp.n_vocab)
                 arena = self._engine.device.arena("logits of a batch", size, "readback")
@@ -231,7 +258,7 @@ class StepPrograms:
     def close(self) -> None:
         self.forget()
         self._edits.close()
-        for held in (self._logits, self._penalties):
+        for held in (self._logits, self._penalties, *self._others.values()):
             if held is not None:
                 held[0].destroy()
         self._back_arena.destroy()

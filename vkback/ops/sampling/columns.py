@@ -1,7 +1,7 @@
 """SAMPLE_COLUMNS: SAMPLE for n columns of different sequences (shaders/sample with COLUMNS).
 
     logits F32 [n, vocab], loops I32 [n_slots, 32 + capacity], tokens, pos, rows, slots, draws I32 [n], pages I32 [n_slots, max_pages]
-    -> loops, tokens, pos, rows in place
+    (, chains F32 [n_slots, 32]) -> loops, tokens, pos, rows (, chains) in place
     params: capacity; page (rows of a page); greedy (every column's temp is known to be 0 or less: one dispatch)
 
 A column t is one token of a step: tokens[t] at position pos[t] of the sequence in slot slots[t]; its K and V lie in row rows[t] of caches.
@@ -22,6 +22,7 @@ next row. At most one column that draws may be of a slot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,6 +34,7 @@ from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
+from vkback.ops.sampling.chain import CHAIN_WORDS, EXAMPLES, Chain, pick_chain
 from vkback.ops.sampling.sample import (
     LOOP_EOS,
     LOOP_PARAMS,
@@ -45,6 +47,7 @@ from vkback.ops.sampling.sample import (
     pick,
     pick_dispatches,
     step_of,
+    tolerance_of,
 )
 
 LOOP_LIMIT = 2
@@ -82,13 +85,13 @@ class SampleColumns(Op):
     name = "SAMPLE_COLUMNS"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        logits, loops, tokens, pos, rows, slots, draws, pages = (np.array(i) for i in inputs)
+        logits, loops, tokens, pos, rows, slots, draws, pages, *chains = (np.array(i) for i in inputs)
         for t in range(len(tokens)):
             if pos[t] < 0:
                 continue
             if draws[t] and 0 <= slots[t] < len(loops) and loops[slots[t], 1] == STATUS_RUNNING:
                 loop = loops[slots[t]]
-                step_of(loop, logits[t], t, tokens, pos, params["capacity"])
+                step_of(loop, logits[t], t, tokens, pos, params["capacity"], chains[0][slots[t]] if chains else None)
                 index, place = divmod(int(pos[t]), params["page"])
                 page = int(pages[slots[t], index]) if index < pages.shape[1] else -1
                 if loop[1] == STATUS_RUNNING and 0 < loop[LOOP_LIMIT] <= loop[0]:
@@ -99,10 +102,10 @@ class SampleColumns(Op):
                     rows[t] = page * params["page"] + place
                     continue
             pos[t] = rows[t] = -1
-        return [loops, tokens, pos, rows]
+        return [loops, tokens, pos, rows, *chains]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        logits, loops, tokens, pos, rows, slots, draws, pages = node.inputs
+        logits, loops, tokens, pos, rows, slots, draws, pages, *chains = node.inputs
         capacity, page = node.params["capacity"], node.params["page"]
         n, n_slots = logits.shape[0], loops.shape[0]
         if wrong := [t for t in (tokens, pos, rows, slots, draws) if t.shape != (n,)]:
@@ -114,10 +117,11 @@ class SampleColumns(Op):
             )
         state = [Arg(t, "rw") for t in (loops, tokens, pos, rows)] + [Arg(t) for t in (slots, draws, pages)]
         sizes = (capacity, n_slots, page, pages.shape[1])
-        return pick_dispatches(node, ctx, logits, state, sizes, node.params.get("greedy", False), columns="COLUMNS")
+        greedy, chain = node.params.get("greedy", False), [Arg(c, "rw") for c in chains]
+        return pick_dispatches(node, ctx, logits, state, sizes, greedy, columns="COLUMNS", chain=chain)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
+        return tolerance_of(len(node.inputs) > 8)
 
     def cases(self) -> Iterator[Case]:
         for seed, (vocab, n, greedy, kind) in enumerate(
@@ -137,6 +141,8 @@ class SampleColumns(Op):
             1,
         ):
             yield self.build_case(vocab, n, greedy, kind, seed=seed)
+        yield self.build_case(1000, 16, kind="mixed", chains=True, seed=12)
+        yield self.build_case(3001, 14, kind="runs", chains=True, seed=13)
 
     def full_cases(self) -> Iterator[Case]:
         for n, greedy, vocab in product((1, 2, 5, 16, 33, 64, 100), (True, False), (1, 77, 1000, 32000)):
@@ -145,6 +151,8 @@ class SampleColumns(Op):
             yield self.build_case(1000, 3, greedy, kind)
         yield self.build_case(151936, 16, False, "mixed")
         yield self.build_case(151936, 64, True, "mixed")
+        for n, vocab in product((1, 16, 64), (77, 1000, 5003)):
+            yield self.build_case(vocab, n, kind="mixed", chains=True)
 
     def perf_cases(self) -> Iterator[Case]:
         """Of sequences that do not end, however often they run."""
@@ -152,9 +160,18 @@ class SampleColumns(Op):
             yield self.build_case(151936, n, greedy, "runs", page=64, max_pages=16384)
 
     def build_case(
-        self, vocab: int, n: int, greedy: bool = False, kind: str = "mixed", page: int = 16, max_pages: int = 8, seed: int = 1
+        self,
+        vocab: int,
+        n: int,
+        greedy: bool = False,
+        kind: str = "mixed",
+        page: int = 16,
+        max_pages: int = 8,
+        chains: bool = False,
+        seed: int = 1,
     ) -> Case:
-        """kind: of KINDS; mixed: one column after the other is of the next kind. Columns that sample have parameters of their own."""
+        """kind: of KINDS; mixed: one column after the other is of the next kind. Columns that sample have parameters of their own. chains:
+        and chains, one after the other of the examples in chain.py; every third has none."""
         if kind not in (*KINDS, "mixed"):
             raise CaseLineError(f"SAMPLE_COLUMNS: kind={kind}: expected mixed or one of {', '.join(KINDS)}")
         if min(vocab, n, page, max_pages - 1) < 1:
@@ -174,12 +191,18 @@ class SampleColumns(Op):
                 "pages": rng.permutation(n_slots * max_pages).reshape(n_slots, max_pages).astype(np.int32),
             }
             values["loops"][:, LOOP_RING:] = -1
+            if chains:
+                values["chains"] = np.zeros((n_slots, CHAIN_WORDS), np.float32)
+                for t, slot in enumerate(values["slots"]):
+                    values["chains"][slot] = (EXAMPLES[t % len(EXAMPLES)] if t % 3 else Chain()).words()
             for t in range(n):
                 self._make_column(rng, values, t, KINDS[t % len(KINDS)] if kind == "mixed" else kind, greedy, page)
             tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
-            return Problem(Node(self.name, tensors, tensors[1:5], {"capacity": capacity, "page": page, "greedy": greedy}), values)
+            changed = (*tensors[1:5], *tensors[8:])
+            return Problem(Node(self.name, tensors, changed, {"capacity": capacity, "page": page, "greedy": greedy}), values)
 
-        shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "page": page, "max_pages": max_pages, "seed": seed}
+        shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "page": page, "max_pages": max_pages}
+        shown |= {"chains": chains, "seed": seed}
         return Case(self.name, shown, make, seed)
 
     def _make_column(self, rng: np.random.Generator, values: dict[str, Array], t: int, kind: str, greedy: bool, page: int) -> None:
@@ -205,7 +228,12 @@ class SampleColumns(Op):
                 logits[t, rng.permutation(logits.shape[1])[10:]] = -np.inf
             elif kind in ("nan", "infinite"):
                 logits[t, -1] = np.nan if kind == "nan" else np.inf
-            picked = pick(logits[t], sampler, int(values["pos"][t]))
+            chain = Chain.read(values["chains"][slot]) if "chains" in values else Chain()
+            if chain.order:
+                top_k, top_p, min_p = max(sampler.top_k, 1), min(sampler.top_p, 0.9), max(sampler.min_p, 0.01)
+                sampler = replace(sampler, temp=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+            pos = int(values["pos"][t])
+            picked = pick_chain(logits[t], sampler, chain, pos)[0] if chain.order else pick(logits[t], sampler, pos)
             if picked.sure:
                 break
         else:

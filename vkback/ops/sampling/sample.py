@@ -1,6 +1,6 @@
 """SAMPLE: picks the next token on the device and moves the generation loop on (shaders/sample).
 
-    logits F32 [1, vocab], loop I32 [32 + capacity], tokens I32 [1], pos I32 [1] -> loop, tokens, pos in place
+    logits F32 [1, vocab], loop I32 [32 + capacity], tokens I32 [1], pos I32 [1] (, chain F32 [32]) -> loop, tokens, pos (, chain) in place
     params: capacity; greedy (the loop's temp is known to be 0 or less: one dispatch)
 
 Words of `loop`: 0 step (tokens made), 1 status (0 running, 1 NaN among the logits, 2 an end-of-text token was made), 8..13 temp F32, top_k,
@@ -9,10 +9,11 @@ ring and tokens[0] and adds 1 to pos[0]. Unless status is 0 nothing changes, so 
 
 temp <= 0 takes the largest logit, the first of equals. Else tokens are measured by their distance below the largest logit in steps of 2^-20
 (at most 128) and filtered in this order:
-    top_k   > 0: distances up to the top_k-th smallest
+    top_k   > 0: the top_k smallest distances, of equal ones the lowest ids
     top_p   < 1: the smallest distances that hold top_p of the sum of exp(-distance) of what is left
     min_p   > 0: distances up to -ln(min_p)
-A filter keeps at least the nearest distance, and tokens of equal distance together. The draw has the odds of a softmax of logits / temp
+A filter keeps at least the nearest distance, and all but top_k tokens of equal distance together. With a chain, other samplers stand in
+their place (vkback/ops/sampling/chain.py). The draw has the odds of a softmax of logits / temp
 over what is left: the largest of -distance / temp + noise, where noise is a function of seed, position and token id (Gumbel's trick). So
 the token depends on nothing but logits, parameters and position, however many tokens go with a submit.
 """
@@ -83,8 +84,8 @@ class Params:
         return loop
 
 
-def noise(seed: int, pos: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Gumbel noise of tokens, the twin of shaders/sample/noise.glsl: -log(-log(1 - u)), u an odd multiple of 2^-24 from a hash."""
+def unit(seed: int, pos: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A number between 0 and 1 for each token, the twin of shaders/sample/noise.glsl: an odd multiple of 2^-24 from a hash."""
     x, y, z = (np.broadcast_to(np.asarray(v, np.int64), ids.shape).astype(np.uint32) for v in (ids, pos, seed))
     with np.errstate(over="ignore"):
         x, y, z = (v * np.uint32(1664525) + np.uint32(1013904223) for v in (x, y, z))
@@ -94,8 +95,12 @@ def noise(seed: int, pos: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.flo
             z = z + x * y
             if not last:
                 x, y, z = (v ^ (v >> np.uint32(16)) for v in (x, y, z))
-    u = (x >> np.uint32(9)).astype(np.float64) * 2.0**-23 + 2.0**-24
-    return np.asarray(-np.log(-np.log1p(-u)))
+    return np.asarray((x >> np.uint32(9)).astype(np.float64) * 2.0**-23 + 2.0**-24)
+
+
+def noise(seed: int, pos: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Gumbel noise of tokens: -log(-log(1 - u)), u being their `unit`."""
+    return np.asarray(-np.log(-np.log1p(-unit(seed, pos, ids))))
 
 
 @dataclass(frozen=True)
@@ -122,22 +127,21 @@ def pick(logits: Array, params: Params, pos: int) -> Pick:
     steps = (np.minimum(top - x, FARTHEST) * np.float32(STEPS)).astype(np.int64)
     order = np.argsort(steps, kind="stable")
     ordered = steps[order]
-    limit = int(ordered[-1])
+    kept_first = params.top_k if 0 < params.top_k < len(x) else len(x)
     sure = True
-    if 0 < params.top_k < len(x):
-        limit = int(ordered[params.top_k - 1])
     if params.top_p < 1:
-        left = ordered[ordered <= limit]
+        left = ordered[:kept_first]
         distances, counts = np.unique(left, return_counts=True)
         sums = np.cumsum(counts * np.exp(-distances / STEPS))
         target = max(params.top_p, 1e-9) * sums[-1]
         limit = int(distances[np.searchsorted(sums, target)])
+        kept_first = min(kept_first, int(np.searchsorted(ordered, limit, "right")))
         sure &= bool(np.abs(sums / sums[-1] - params.top_p).min() > 1e-4)
     if params.min_p > 0:
         bound = int(np.clip(-np.log(params.min_p), 0, FARTHEST) * STEPS)
         sure &= not (np.abs(ordered - bound) <= 64).any()
-        limit = min(limit, bound)
-    kept = np.sort(order[ordered <= limit])
+        kept_first = min(kept_first, int(np.searchsorted(ordered, bound, "right")))
+    kept = np.sort(order[:kept_first])
     scores = -(top - x[kept]).astype(np.float64) / params.temp + noise(params.seed, pos, kept)
     best = np.argsort(-scores, kind="stable")[:2]
     if len(best) > 1:
@@ -146,10 +150,17 @@ def pick(logits: Array, params: Params, pos: int) -> Pick:
     return Pick(int(kept[best[0]]), sure)
 
 
-def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, capacity: int) -> None:
-    """One step of a running loop, in place: the token into its ring, tokens and pos, and its status. NaN changes the status alone."""
+def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, capacity: int, chain: Array | None = None) -> None:
+    """One step of a running loop, in place: the token into its ring, tokens and pos, its status and chain. NaN changes the status alone."""
+    from vkback.ops.sampling.chain import Chain, pick_chain
+
     sampler = Params.read(loop)
-    token = pick(logits, sampler, int(pos[column])).token
+    if chain is None or not chain[0]:
+        token = pick(logits, sampler, int(pos[column])).token
+    else:
+        picked, after = pick_chain(logits, sampler, Chain.read(chain), int(pos[column]))
+        token = picked.token
+        chain[:] = after.words()
     if token < 0:
         loop[1] = STATUS_NAN
         return
@@ -162,12 +173,20 @@ def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, 
 
 
 def pick_dispatches(
-    node: Node, ctx: LowerContext, logits: Tensor, state: Sequence[Arg], loop: Sequence[int], greedy: bool, columns: str = ""
+    node: Node,
+    ctx: LowerContext,
+    logits: Tensor,
+    state: Sequence[Arg],
+    loop: Sequence[int],
+    greedy: bool,
+    columns: str = "",
+    chain: Sequence[Arg] = (),
 ) -> list[Dispatch]:
     """The dispatches of SAMPLE; columns "COLUMNS": of SAMPLE_COLUMNS, for each row of logits; "DRAFTS": the first of SAMPLE_DRAFTS, not
     greedy.
 
     state, loop  bindings and push constants of shaders/sample/loop.glsl
+    chain  that of shaders/sample/chain.glsl, where texts may have chains of samplers
     """
     n, vocab = logits.shape
     extra: Defines = {columns: 1} if columns else {}
@@ -184,10 +203,19 @@ def pick_dispatches(
     reduce, subgroup = reduction(ctx.caps, wg)
 
     def step(source: str, ticket: int, args: tuple[Arg, ...], defines: Defines) -> Dispatch:
-        every: Defines = {**defines, **extra, "WG_SIZE": wg, "PER_THREAD": choice["per_thread"], "TICKET": ticket, "LOOP_BIND": len(args)}
+        chained: Defines = {"CHAIN": 1} if chain else {}
+        every: Defines = {
+            **defines,
+            **extra,
+            **chained,
+            "WG_SIZE": wg,
+            "PER_THREAD": choice["per_thread"],
+            "TICKET": ticket,
+            "LOOP_BIND": len(args),
+        }
         return Dispatch(
             kernel=Variant.of(source, every, subgroup_size=subgroup if defines else None),
-            args=(*args, *state),
+            args=(*args, *state, *chain),
             push=pack_push(vocab, *loop),
             groups=(ceil_div(vocab, wg * choice["per_thread"]), n, 1),
             op=node.op,
@@ -203,6 +231,13 @@ def pick_dispatches(
     ]
 
 
+def tolerance_of(chained: bool) -> Tolerance:
+    """Of SAMPLE and its kin; chained: with chains."""
+    if chained:
+        return Tolerance(1e-8, 1e-4, "mirostat's mu: a logarithm of a sum of f32 exponentials times eta; tokens are judged exactly")
+    return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
+
+
 TRIES = 200
 """Draws of a case's logits until the choice is sure."""
 
@@ -214,23 +249,24 @@ class Sample(Op):
     name = "SAMPLE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        logits, loop, tokens, pos = (np.array(i) for i in inputs)
+        logits, loop, tokens, pos, *chain = (np.array(i) for i in inputs)
         if loop[1] == STATUS_RUNNING:
-            step_of(loop, logits[0], 0, tokens, pos, params["capacity"])
-        return [loop, tokens, pos]
+            step_of(loop, logits[0], 0, tokens, pos, params["capacity"], chain[0] if chain else None)
+        return [loop, tokens, pos, *chain]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        logits, loop, tokens, pos = node.inputs
+        logits, loop, tokens, pos, *chain = node.inputs
         capacity = node.params["capacity"]
         if logits.shape[0] != 1:
             raise PlanError(f"[sample] {node.name}: picks one token, got logits {logits}")
         if loop.shape != (LOOP_RING + capacity,):
             raise PlanError(f"[sample] {loop}: expected {LOOP_RING + capacity} words for a ring of {capacity}")
         state = [Arg(loop, "rw"), Arg(tokens, "w"), Arg(pos, "rw")]
-        return pick_dispatches(node, ctx, logits, state, (capacity,), node.params.get("greedy", False))
+        greedy = node.params.get("greedy", False)
+        return pick_dispatches(node, ctx, logits, state, (capacity,), greedy, chain=[Arg(c, "rw") for c in chain])
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return Tolerance(0.0, 0.0, "a token is right or wrong; cases avoid close calls (see pick)")
+        return tolerance_of(len(node.inputs) > 4)
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=1)
@@ -251,11 +287,20 @@ class Sample(Op):
         yield self.build_case(3000, 1.0, 50, 0.5, 0.0, 6, kind="ties", seed=16)
         yield self.build_case(1001, 1.0, 20, 0.0, 0.0, 8, kind="masked", seed=17)
         yield self.build_case(151936, 0.8, 40, 0.95, 0.05, 9, seed=18)
+        yield self.build_case(3000, 1.0, 7, 1.0, 0.0, 6, kind="ties", seed=19)
+        yield self.build_case(3000, 1.0, 2500, 0.99, 0.0, 6, kind="equal", seed=20)
+        yield from (self.build_case(1000, 1.0, 40, 0.9, 0.05, i, chain=i, seed=21) for i in range(1, 13))
+        yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=1, kind="masked", seed=22)
+        yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=11, kind="ties", seed=23)
+        yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, chain=13, seed=7)
 
     def full_cases(self) -> Iterator[Case]:
         for temp, top_k, top_p, min_p in product((0.5, 1.0), (0, 1, 40), (0.8, 1.0), (0.0, 0.05)):
             for vocab, seed in ((1000, 1), (5003, 2), (32000, 3)):
                 yield self.build_case(vocab, temp, top_k, top_p, min_p, seed, seed=seed)
+        for chain, vocab, rng in product(range(1, 13), (37, 5003, 32000), (1, 2, 3)):
+            yield self.build_case(vocab, 1.0, 50, 0.8, 0.01, rng, chain=chain, seed=rng)
+        yield self.build_case(151936, 1.0, 40, 0.9, 0.05, 3, chain=1)
 
     def build_case(
         self,
@@ -267,14 +312,20 @@ class Sample(Op):
         rng: int,
         greedy: bool = False,
         kind: str = "normal",
+        chain: int = 0,
         seed: int = 1,
     ) -> Case:
-        """rng: the sampler's seed; kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); masked (most -inf); eos
-        (the pick is one)."""
+        """rng: the sampler's seed; kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); equal (most are); masked
+        (most -inf); eos (the pick is one). chain: 0: none; else the number of an example in chain.py, or 13 for an empty chain."""
+        from vkback.ops.sampling.chain import CHAIN_WORDS, EXAMPLES, Chain, pick_chain
+
+        if not 0 <= chain <= len(EXAMPLES) + 1:
+            raise CaseLineError(f"SAMPLE: chain={chain}: expected 0 to {len(EXAMPLES) + 1}")
         capacity, sampler = 5, Params(temp, top_k, top_p, min_p, rng, ())
+        samplers = ((*EXAMPLES, Chain())[chain - 1]) if chain else Chain()
 
         def make(generator: np.random.Generator) -> Problem:
-            tensors = (
+            tensors: tuple[Tensor, ...] = (
                 Tensor("result_output", "F32", (1, vocab)),
                 *(Tensor(name, "I32", (size,), "input") for name, size in (("loop", LOOP_RING + capacity), ("tokens", 1), ("pos", 1))),
             )
@@ -283,11 +334,13 @@ class Sample(Op):
                 x = (3 * generator.standard_normal((1, vocab))).astype(np.float32)
                 if kind == "ties":
                     x = np.round(2 * x) / np.float32(2)
+                elif kind == "equal":
+                    x = np.minimum(x, np.float32(-3))
                 elif kind == "masked":
                     x[0, generator.permutation(vocab)[10:]] = -np.inf
                 elif kind == "nan":
                     x[0, vocab - 1] = np.nan
-                picked = pick(x[0], sampler, pos)
+                picked = pick_chain(x[0], sampler, samplers, pos)[0] if samplers.order else pick(x[0], sampler, pos)
                 if picked.sure:
                     break
             else:
@@ -302,6 +355,9 @@ class Sample(Op):
                 loop[1] = STATUS_EOS
             values: dict[str, Array] = {"result_output": x, "loop": loop, "tokens": np.full(1, 3, np.int32)}
             values["pos"] = np.full(1, pos, np.int32)
+            if chain:
+                tensors = (*tensors, Tensor("chain", "F32", (CHAIN_WORDS,), "input"))
+                values["chain"] = samplers.words()
             return Problem(Node(self.name, tensors, tensors[1:], {"capacity": capacity, "greedy": greedy}), values)
 
         shown = {
@@ -313,6 +369,7 @@ class Sample(Op):
             "rng": rng,
             "greedy": greedy,
             "kind": kind,
+            "chain": chain,
             "seed": seed,
         }
         return Case(self.name, shown, make, seed)
