@@ -5,9 +5,11 @@ BENCH_ARGS ?=
 TEST_ARGS ?=
 MUTANTS ?=
 LAB ?=
+WINDOWS ?=
+SMOKE ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test test-all mutants lint lab prebuilt prebuilt-ordinary wheel clean
+.PHONY: help bench test test-all mutants lint smoke windows lab prebuilt prebuilt-ordinary wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
@@ -15,6 +17,8 @@ help:
 	@echo "make test-all  the same with the tests that only cross what others run (docs/judging.md)"
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff (checks and format) and mypy"
+	@echo "make smoke   every command of the documents once, cut down to seconds (SMOKE='run --encoding cp1252')"
+	@echo "make windows as root: CPython for Windows under Wine runs the commands and most tests (WINDOWS='--only smoke')"
 	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
 	@echo "make prebuilt-ordinary  shaders/prebuilt/ordinary: the SPIR-V of ordinary kernels, before a release"
@@ -40,6 +44,14 @@ lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+smoke:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
+	@$(BIN)/python tools/smoke.py $(SMOKE)
+
+windows:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
+	@$(BIN)/python tools/windows.py $(WINDOWS)
 
 lab:
 	@$(PYTHON) tools/lab.py $(LAB)

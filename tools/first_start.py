@@ -1,6 +1,7 @@
 """Measures the first start of a wheel in a fresh virtual environment: rows of the table in docs/install.md.
 
     python tools/first_start.py WHEEL [--python python3.12 ...] [--plain-numpy] [--no-compiler] [--user NAME] [--label TEXT]
+    python tools/first_start.py --installed [--label TEXT]        of the vkback that this Python has, without pip
 
 For each Python: pip installs the wheel and nothing else, then a model that comes with vkback writes a text, and one whose kernels do not
 ship (tiny-granitehybrid-Q8_0) writes another, both with an empty cache. Prints a row with the seconds of each; status 1 where one fails.
@@ -22,7 +23,6 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 MODELS = ("demo-dense", "tiny-granitehybrid-Q8_0")
 
 
@@ -44,8 +44,7 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
     """A row: Python, compiler, numpy, seconds to install, to the first text, to that of a model whose kernels are compiled."""
     with tempfile.TemporaryDirectory(prefix="vkback-") as name:
         home = Path(name)
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-        env = kept | {"HOME": name, "VKBACK_CACHE": str(home / "cache")}
+        env = environment(home)
         if args.no_compiler:
             env["PATH"] = str(home / "programs")
             (home / "programs").mkdir()
@@ -53,39 +52,65 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
                 (home / "programs" / program).symlink_to(shutil.which(program) or program)
         if args.user:
             shutil.chown(home, args.user)
-        said = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout.split()[1]
         install = run([python, "-m", "venv", str(home / "venv")], env, args.user)
         folder = home / "venv" / ("Scripts" if sys.platform == "win32" else "bin")
         install += run([str(folder / "pip"), "install", "--quiet", "--disable-pip-version-check", str(wheel)], env, args.user)
-        if args.plain_numpy:
-            names = "import numpy._core._multiarray_umath as m; print(*m.__cpu_dispatch__)"
-            env["NPY_DISABLE_CPU_FEATURES"] = subprocess.run(
-                [str(folder / "python"), "-c", names], capture_output=True, text=True, check=True
-            ).stdout.strip()
-        other = home / "other.gguf"
-        run([str(folder / "vkback"), "synth", MODELS[1], str(other)], env, args.user)
-        times = [
-            run([str(folder / "vkback"), "run", "-m", model, "-p", "It was", "-n", "8"], env, args.user)
-            for model in (MODELS[0], str(other))
-        ]
-        found = subprocess.run([str(folder / "vkback"), "devices", "--report"], env=env, capture_output=True, text=True).stdout
-        compiler = next((line.removeprefix("shader compiler ") for line in found.splitlines() if line.startswith("shader compiler ")), "?")
+        return row(str(folder / "python"), f"{install:.0f}", home, env, args)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """That of this process, with a home of its own and empty caches."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    return kept | {"HOME": str(home), "VKBACK_CACHE": str(home / "cache")}
+
+
+def row(python: str, install: str, home: Path, env: dict[str, str], args: argparse.Namespace) -> str:
+    """The row of the vkback that `python` imports."""
+
+    def said(*argv: str) -> str:
+        return subprocess.run([python, *argv], env=env, cwd=home, capture_output=True, text=True, encoding="utf-8").stdout
+
+    if args.plain_numpy:
+        env["NPY_DISABLE_CPU_FEATURES"] = said("-c", "import numpy._core._multiarray_umath as m; print(*m.__cpu_dispatch__)").strip()
+    vkback = [python, "-m", "vkback"]
+    other = home / "other.gguf"
+    run([*vkback, "synth", MODELS[1], str(other)], env, args.user)
+    times = [run([*vkback, "run", "-m", model, "-p", "It was", "-n", "8"], env, args.user) for model in (MODELS[0], str(other))]
+    report = said("-m", "vkback", "devices", "--report")
+    compiler = next((line.removeprefix("shader compiler ") for line in report.splitlines() if line.startswith("shader compiler ")), "?")
+    name = "own" if "with vkback" in compiler else compiler.split("-")[0]
     about = args.label or f"{platform.system()} {platform.machine()}"
     extra = [*(["no AVX in numpy"] if args.plain_numpy else []), *([f"as {args.user}"] if args.user else [])]
-    name = "own" if "with vkback" in compiler else compiler.split("-")[0]
-    return f"| {', '.join([about, *extra])} | {said} | {name} | {install:.0f} | {times[0]:.1f} | {times[1]:.1f} |"
+    version = said("-c", "import platform; print(platform.python_version())").strip()
+    return f"| {', '.join([about, *extra])} | {version} | {name} | {install} | {times[0]:.1f} | {times[1]:.1f} |"
+
+
+def measure_installed(args: argparse.Namespace) -> str:
+    """The row of this Python's own vkback, with empty caches."""
+    with tempfile.TemporaryDirectory(prefix="vkback-", ignore_cleanup_errors=True) as name:
+        return row(sys.executable, "", Path(name), environment(Path(name)), args)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, nargs="?")
+    parser.add_argument("--installed", action="store_true")
     parser.add_argument("--python", action="append")
     parser.add_argument("--plain-numpy", action="store_true")
     parser.add_argument("--no-compiler", action="store_true")
     parser.add_argument("--user")
     parser.add_argument("--label")
     args = parser.parse_args()
+    if args.installed == bool(args.wheel):
+        parser.error("expected a wheel, or --installed")
     failed = 0
+    if args.installed:
+        try:
+            print(measure_installed(args))
+        except StartError as error:
+            print(error, file=sys.stderr)
+            failed = 1
+        return failed
     for python in args.python or [sys.executable]:
         try:
             print(measure(args.wheel.resolve(), python, args), flush=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -25,11 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from debian_root import PROJECT, SOURCE, DebianRoot, RootError, said
 from lab_suite import Result, minutes, run_suite, sources_digest, summary
 
-PROJECT = Path(__file__).resolve().parent.parent
-SOURCE = "/vkback"
-"""Where the checkout is seen inside the root."""
 PACKAGES = (
     "mesa-drm-shim mesa-vulkan-drivers vulkan-tools libvulkan1 glslc libgomp1 python3 python3-venv ca-certificates vulkan-validationlayers"
 )
@@ -78,69 +75,17 @@ CHIP_SECONDS = 20.0
 """Of a chip's table on a core, without ggml."""
 
 
-class LabError(Exception):
-    """What cannot be built or run, and what to do."""
-
-
-def said(*argv: str, **kwargs: Any) -> str:
-    """A command's output. Raises LabError with its last lines."""
-    done = subprocess.run(argv, capture_output=True, text=True, **kwargs)
-    output: str = done.stdout
-    if done.returncode:
-        last = "\n".join((output + done.stderr).splitlines()[-5:])
-        raise LabError(f"{' '.join(argv[:4])} ... failed with {done.returncode}:\n{last}")
-    return output
-
-
-class Root:
-    """The Debian root; its mounts last until `close`."""
+class LabRoot(DebianRoot):
+    """Debian sid with the newest Mesa, SwiftShader and the tests' packages."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._mounted: list[Path] = []
-        if os.geteuid() != 0:
-            raise LabError("the lab needs root: it builds a Debian root with debootstrap and mounts into it")
+        super().__init__(folder, "sid", PACKAGES)
 
-    def build(self) -> None:
-        """Make what is missing."""
-        made = self.folder / "opt/made"
-        if not made.exists():
-            print(f"== root: Debian sid in {self.folder}, 1.5 GB, about 5 min", file=sys.stderr)
-            if shutil.which("debootstrap") is None:
-                said("apt-get", "-qq", "update")
-                said("apt-get", "-qq", "install", "-y", "debootstrap")
-            shutil.rmtree(self.folder, ignore_errors=True)
-            said("debootstrap", "--variant=minbase", "--include=ca-certificates", "sid", str(self.folder))
-            for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
-                if Path("/", path).exists():
-                    (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(Path("/", path), self.folder / path)
-            for proxy in Path("/etc/apt/apt.conf.d").glob("*prox*"):
-                shutil.copy(proxy, self.folder / "etc/apt/apt.conf.d")
-        self.mount("/proc", "proc")
-        self.mount("/dev", "dev")
-        self.mount(str(PROJECT), SOURCE.lstrip("/"))
-        if not made.exists():
-            self.shell(
-                "export DEBIAN_FRONTEND=noninteractive; "
-                "apt-get -qq -o Acquire::Check-Valid-Until=false update; "  # mirrors may be snapshots
-                f"apt-get -qq install -y --no-install-recommends {PACKAGES}; "
-                "cd /tmp && apt-get -qq download chromium-common; dpkg-deb -x chromium-common_*.deb /opt/swiftshader; "
-                f"python3 -m venv /opt/venv && {PYTHON} -m pip install -q {SOURCE}[test] && {PYTHON} -m pip uninstall -q -y vkback"
-            )
-            made.write_text("")
-
-    def mount(self, source: str, target: str) -> None:
-        place = self.folder / target
-        place.mkdir(parents=True, exist_ok=True)
-        if not os.path.ismount(place):
-            said("mount", "--bind", source, str(place))
-            self._mounted.append(place)
-
-    def shell(self, script: str) -> None:
-        kept = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_", "REQUESTS_")) or k.lower().endswith("_proxy")}
-        env = {**kept, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
-        said("chroot", str(self.folder), "bash", "-ec", script, env=env)
+    def make(self) -> None:
+        self.build(
+            "cd /tmp && apt-get -qq download chromium-common; dpkg-deb -x chromium-common_*.deb /opt/swiftshader; "
+            f"python3 -m venv /opt/venv && {PYTHON} -m pip install -q {SOURCE}[test] && {PYTHON} -m pip uninstall -q -y vkback"
+        )
 
     def command(self, target: str, argv: Sequence[str]) -> list[str]:
         """A command line that runs inside, on a chip or an executor, in the checkout."""
@@ -149,26 +94,22 @@ class Root:
         pairs = [f"{k}={v}" for k, v in {**env, **driver(target)}.items()]
         return ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "chroot", str(self.folder), "env", "-C", SOURCE, *pairs, *argv]
 
-    def close(self) -> None:
-        for place in reversed(self._mounted):
-            subprocess.run(("umount", str(place)), capture_output=True, check=False)  # busy: another run of the lab has it, too
-
 
 def driver(target: str) -> dict[str, str]:
-    """Environment variables that choose a driver. Raises LabError for an unknown target."""
+    """Environment variables that choose a driver. Raises RootError for an unknown target."""
     if target == "lavapipe":
         return {"VK_DRIVER_FILES": f"{DRIVERS}/lvp_icd.json"}
     if target == "swiftshader":
         return {"VK_DRIVER_FILES": SWIFTSHADER}
     family, _, chip = target.partition(":")
     if family not in SHIMS:
-        raise LabError(f"{target}: expected one of {', '.join((*CHIPS, *EXECUTORS))}")
+        raise RootError(f"{target}: expected one of {', '.join((*CHIPS, *EXECUTORS))}")
     shim, name, variable = SHIMS[family]
     chosen = {variable: chip} if variable else {}
     return {"LD_PRELOAD": f"{LIBRARIES}/lib{shim}_noop_drm_shim.so", "VK_DRIVER_FILES": f"{DRIVERS}/{name}_icd.json", **chosen}
 
 
-def kernels(root: Root, chips: Sequence[str], ggml: bool, folder: Path, sources: str) -> None:
+def kernels(root: LabRoot, chips: Sequence[str], ggml: bool, folder: Path, sources: str) -> None:
     """A JSON file a chip, two chips at a time; those that an earlier run made of the same sources stay."""
     folder.mkdir(parents=True, exist_ok=True)
     argv = ["python", "bench/vendor_kernels.py", *(["--peer", GGML_FOLDER] if ggml else [])]
@@ -264,7 +205,7 @@ def limited(argv: Sequence[str]) -> list[str]:
 
 
 def suite(
-    root: Root, target: str, folder: Path, sources: str, stop_after: float | None, other: bool
+    root: LabRoot, target: str, folder: Path, sources: str, stop_after: float | None, other: bool
 ) -> tuple[list[Result | None], bool | None]:
     """The quick suite and, when all of it has run, the built-in models on a driver that executes."""
     results = run_suite(
@@ -296,9 +237,9 @@ def main() -> int:
     if args.render:
         print("\n".join(rendered(loaded(args.render))))
         return 0
-    root = Root(args.root)
+    root = LabRoot(args.root)
     try:
-        root.build()
+        root.make()
         if args.peer:
             root.mount(str(args.peer.resolve()), GGML_FOLDER.lstrip("/"))
         if args.run:
@@ -322,7 +263,7 @@ def main() -> int:
                 print(f"not finished: {', '.join(left)}; the same command goes on from here")
             passed &= all(texts and all(r and r.fine for r in results) for _, results, texts in ran)
         return 0 if passed else 1
-    except LabError as e:
+    except RootError as e:
         print(f"lab: error: {e}", file=sys.stderr)
         return 1
     finally:

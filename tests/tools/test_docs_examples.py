@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ import pytest
 import typer
 from pages import ROOT, run
 
+from tools.documents import COMMAND, FENCE, FOLLOWED, blocks, commands, words
+from tools.documents import PAGES as PAGES_OF_ALL
 from vkback import paths
 from vkback.api import device as device_module
 from vkback.api import model as model_module
@@ -90,14 +90,6 @@ def test_an_example_runs(
 
 # --- all other blocks
 
-PAGES_OF_ALL = ("README.md", "CONTRIBUTING.md", "bench/README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-FOLLOWED = {f"docs/{path.stem.removeprefix('test_')}.md" for path in (ROOT / "tests").rglob("test_adding_*.py")}
-"""How-to pages, each with a test that writes its files, applies its diffs and runs its commands."""
-
-FENCE = re.compile(r"^```(?P<kind>\w*)(?: \S+)?\n(?P<text>.*?)^```$", re.M | re.S)
-INDENTED = re.compile(r"(?:^|(?<=\n\n))(?:    .*\n|\n(?=    ))+")
-COMMAND = re.compile(r"(?:\$ )?(?P<program>(?:\.venv/bin/)?vkback|(?:\.venv/bin/)?vkbench|make|pip|curl|python|cat)(?: |$)")
-
 SHOWN = {
     "docs/architecture.md": ("model.gguf ->", "cli      ", "shaders/<family>/"),
     "docs/comparing_nodes.md": ("NMSE =",),
@@ -117,39 +109,8 @@ RUN = (
 """Commands that end within seconds, by their page and beginning; `chat` has the end of its input at once."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """page, kind ("" for an indented one) and text."""
-
-    page: str
-    kind: str
-    text: str
-
-    def commands(self) -> list[str]:
-        """Of a block of a shell; lines that are continued by a backslash are one."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [re.sub(r"^\$ ", "", line.strip()) for line in lines if COMMAND.match(line.strip())]
-
-
-def blocks() -> list[Block]:
-    found = []
-    for page in PAGES_OF_ALL:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        found += [Block(page, match["kind"], match["text"]) for match in FENCE.finditer(text)]
-        rest = FENCE.sub("", text)
-        found += [Block(page, "", re.sub(r"^    ", "", match[0], flags=re.M)) for match in INDENTED.finditer(rest)]
-    return found
-
-
 ALL = blocks()
-SHELL = [block for block in ALL if block.kind in ("", "console") and block.page not in FOLLOWED]
-COMMANDS = sorted({(block.page, command) for block in SHELL for command in block.commands()})
-
-
-def words(command: str) -> list[str]:
-    """Of a command line, without its comment and the redirections, with what stands in [brackets], which may be left out."""
-    kept = re.sub(r"\s{2,}#.*|\s> \S+", "", command.replace("[", "").replace("]", "") if " [" in command else command)
-    return shlex.split(kept)
+COMMANDS = commands()
 
 
 def is_quoted(lines: list[str]) -> bool:

@@ -1,0 +1,83 @@
+"""A Debian root in a folder, made with debootstrap and entered with chroot: what tools/lab.py and tools/windows.py run in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent
+SOURCE = "/vkback"
+"""Where the checkout is seen inside the root."""
+
+
+class RootError(Exception):
+    """What cannot be built or run, and what to do."""
+
+
+def said(*argv: str, **kwargs: Any) -> str:
+    """A command's output. Raises RootError with its last lines."""
+    done = subprocess.run(argv, capture_output=True, text=True, **kwargs)
+    output: str = done.stdout
+    if done.returncode:
+        last = "\n".join((output + done.stderr).splitlines()[-5:])
+        raise RootError(f"{' '.join(argv[:4])} ... failed with {done.returncode}:\n{last}")
+    return output
+
+
+class DebianRoot:
+    """A root with packages; its mounts last until `close`."""
+
+    def __init__(self, folder: Path, suite: str, packages: str) -> None:
+        self.folder, self.suite, self.packages = folder, suite, packages
+        self._mounted: list[Path] = []
+        if os.geteuid() != 0:
+            raise RootError("this needs root: it builds a Debian root with debootstrap and mounts into it")
+
+    def build(self, then: str = "") -> None:
+        """Make what is missing: the base, the packages, and what the shell script `then` does once."""
+        made = self.folder / "opt/made"
+        if not made.exists():
+            print(f"== root: Debian {self.suite} in {self.folder}, about 5 min", file=sys.stderr)
+            if shutil.which("debootstrap") is None:
+                said("apt-get", "-qq", "update")
+                said("apt-get", "-qq", "install", "-y", "debootstrap")
+            if any(os.path.ismount(self.folder / name) for name in ("proc", "dev", SOURCE.lstrip("/"))):
+                raise RootError(f"{self.folder}: half made, and still mounted into; expected no mounts; umount proc, dev and vkback in it")
+            shutil.rmtree(self.folder, ignore_errors=True)
+            said("debootstrap", "--variant=minbase", "--include=ca-certificates", self.suite, str(self.folder))
+            for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
+                if Path("/", path).exists():
+                    (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(Path("/", path), self.folder / path)
+            for proxy in Path("/etc/apt/apt.conf.d").glob("*prox*"):
+                shutil.copy(proxy, self.folder / "etc/apt/apt.conf.d")
+        self.mount("/proc", "proc")
+        self.mount("/dev", "dev")
+        self.mount(str(PROJECT), SOURCE.lstrip("/"))
+        if not made.exists():
+            self.shell(
+                "export DEBIAN_FRONTEND=noninteractive; "
+                "apt-get -qq -o Acquire::Check-Valid-Until=false update; "  # mirrors may be snapshots
+                f"apt-get -qq install -y --no-install-recommends {self.packages}; {then}"
+            )
+            made.write_text("")
+
+    def mount(self, source: str, target: str) -> None:
+        place = self.folder / target
+        place.mkdir(parents=True, exist_ok=True)
+        if not os.path.ismount(place):
+            said("mount", "--bind", source, str(place))
+            self._mounted.append(place)
+
+    def shell(self, script: str) -> None:
+        kept = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_", "REQUESTS_")) or k.lower().endswith("_proxy")}
+        env = {**kept, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+        said("chroot", str(self.folder), "bash", "-ec", script, env=env)
+
+    def close(self) -> None:
+        for place in reversed(self._mounted):
+            subprocess.run(("umount", str(place)), capture_output=True, check=False)  # busy: another run has it, too
