@@ -19,9 +19,9 @@ from prompt_kernels import logits_after
 
 from vkback.device import Device
 from vkback.engine import engine as engine_module
-from vkback.engine import plans
+from vkback.engine import plans, token_programs
 from vkback.engine.engine import Engine, EngineError
-from vkback.engine.prompts import SMALLEST
+from vkback.engine.prompts import LONGEST_SUBMIT_US, SMALLEST
 from vkback.engine.readback import Readback
 from vkback.engine.sampler import Sampler
 from vkback.engine.token_programs import TokenPrograms
@@ -245,6 +245,28 @@ def test_tokens_do_not_depend_on_how_many_go_with_a_submit(name: str, engines: E
             caches.append(engine.decode_logits(runs[-1][-1]))
         assert runs[0] == runs[1] == runs[2]
         assert np.array_equal(caches[0], caches[1]) and np.array_equal(caches[0], caches[2])
+
+
+def test_a_device_for_which_tokens_take_long_gets_one_in_a_submit(name: str, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than one: a driver that has worked on a submit for 2 s is reset."""
+    engine = engines(name)
+    ids = text_ids(engine, 20)
+    submits: list[Any] = []
+    submit = Device.submit
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        submits.append(args)
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(Device, "submit", noted)
+    made = []
+    for most, limit in ((8, LONGEST_SUBMIT_US), (7, 1.0)):
+        monkeypatch.setattr(engine_module, "TOKENS_PER_SUBMIT", most)
+        monkeypatch.setattr(token_programs, "LONGEST_SUBMIT_US", limit)
+        submits.clear()
+        made.append((greedy(engine, ids, 16), len(submits)))
+    (usual, few), (slow, many) = made
+    assert usual == slow and many - few >= 16 - 16 // 8
 
 
 def test_a_second_run_has_the_same_bits_whatever_ran_before(name: str, engines: Engines) -> None:

@@ -8,12 +8,16 @@ import pytest
 from kernel_paths import planned_for
 
 from vkback.device import Capabilities
+from vkback.device.capabilities import profile_ids
+from vkback.engine.engine import TOKENS_PER_SUBMIT
+from vkback.engine.prompts import LONGEST_SUBMIT_US, UBATCH
 from vkback.graph import Tensor
 from vkback.models import Model
+from vkback.models.synth import outline
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.storage import nbytes
 from vkback.paths import builtin_model
-from vkback.plan.cost.forecast import Costs, Wait, moved_bytes, predicted_us, waits
+from vkback.plan.cost.forecast import Costs, Wait, cuts, low_costs, moved_bytes, predicted_us, repeats, waits
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, into_stages
 from vkback.quants import row_bytes
@@ -82,3 +86,27 @@ def test_weight_bytes_are_those_of_the_matrices_that_a_token_reads(name: str, us
         whole = sum(nbytes(t) * (used if len(t.shape) == 3 else 1) for t in matrices)
         assert s.weight_bytes == whole + row_bytes(embedding.type, embedding.shape[-1])
         assert s.weight_bytes < sum(d.nbytes for d in s.dispatches() if d.weight_bytes)
+
+
+def test_as_many_tokens_go_into_a_submit_as_it_has_time_for() -> None:
+    """A token of 100 ms: 8 take 0.8 s, 4 take 0.4 s."""
+    costs = Costs(read_gb_s=1.0, stage_us=0.0, barrier_free_us=0.0, source="", gflops=1.0)
+    schedule = Schedule([[launch((), 60_000_000)], [launch((), 40_000_000)]])
+    assert [repeats(schedule, costs, limit, 8) for limit in (8e5, 7.9e5, 3.9e5, 1.9e5, 1.0)] == [8, 4, 2, 1, 1]
+
+
+WATCHDOG_US = 2e6
+"""Windows resets a driver that works on a submit for so long (TdrDelay)."""
+
+
+@pytest.mark.parametrize("profile", [name for name in profile_ids() if name.endswith("_windows")])
+@pytest.mark.parametrize("name", ["llama-8b-Q4_K_M", "gpt-oss-20b-MXFP4"])
+def test_no_submit_is_predicted_to_wake_the_watchdog_of_windows(name: str, profile: str) -> None:
+    """A prompt's largest piece over a full cache, in submits, and tokens; by the low rates of a device that was not measured."""
+    ctx = planned_for(profile)
+    model, costs = Model.of(outline(name)), low_costs(ctx.caps)
+    prompt = plan(model.graph(UBATCH, 4096, head="none"), ctx)
+    assert max(cuts(prompt, costs, LONGEST_SUBMIT_US).values()) < WATCHDOG_US
+    token = plan(model.graph(1, 4096, head="last"), ctx)
+    (of_one,) = cuts(token, costs, WATCHDOG_US).values()
+    assert of_one * repeats(token, costs, LONGEST_SUBMIT_US, TOKENS_PER_SUBMIT) < WATCHDOG_US

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vkback.device import Arena, BufferRange, Device
-from vkback.engine.drafts import DraftCounts, Drafts, StepTimes
+from vkback.engine.drafts import DraftCounts, Drafts, StepTimes, steps_at_once
 from vkback.engine.plans import Plans
 from vkback.engine.readback import TokenLoop
 from vkback.engine.sampler import PENALIZED, draft_words
@@ -118,9 +118,9 @@ class DraftPrograms:
         """Whether activations were beyond the range of f16 in the submit with this read-back, so that it is worth nothing."""
         return bool(self._overflows) and bool(self._overflows[back].map().any())
 
-    def measure(self, kind: str, classes: Sequence[int], seconds: Callable[[int, int], float]) -> None:
-        """Find out the times of steps. seconds: (columns, steps) -> how long they take."""
-        runs = [(1, 8), *((columns, 4) for columns in classes)]
+    def measure(self, kind: str, classes: Sequence[int], at_once: int, seconds: Callable[[int, int], float]) -> None:
+        """Find out the times of steps. at_once: tokens of a submit; seconds: (columns, steps) -> how long they take."""
+        runs = [(1, at_once), *((columns, steps_at_once(at_once)) for columns in classes)]
         took = {columns: min(seconds(columns, steps) for _ in range(3)) / steps for columns, steps in runs}
         self.times[kind] = StepTimes.of_seconds(took.pop(1), took)
 

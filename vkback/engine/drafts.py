@@ -31,8 +31,6 @@ ENOUGH = 8
 ENTRY = 1.1
 """Gain at which drafts begin; they go on down to 1."""
 
-STEPS_PER_SUBMIT = 4
-"""Of a step with drafts; 1 until they have paid."""
 
 LOSS, LOSS_SHARE = 4.0, 0.01
 """Most that drafts may cost a text: tokens' time, and share of it. What is lost before a text is known to go another way is within."""
@@ -196,6 +194,11 @@ GUESSED = StepTimes({4: 1.5, 8: 1.7, 16: 2.0})
 """Before anything was measured: drafts that do not pay with these are not worth the time that measuring takes."""
 
 
+def steps_at_once(tokens: int) -> int:
+    """Steps of a submit once drafts have paid, where it may have so many tokens without: a step with drafts takes up to twice as long."""
+    return max(1, tokens // 2)
+
+
 @dataclass
 class Submitted:
     """Steps in flight: their columns (1: without drafts), how many, and how many tokens they are expected to make."""
@@ -216,7 +219,7 @@ class Pace:
         """at_once: tokens of a submit without drafts. probe: None where the width is given."""
         self._drafts, self._n, self._at_once, self.probe, self._times = drafts, n, at_once, probe, times
         self._columns = 1
-        self._most_steps = STEPS_PER_SUBMIT
+        self._most_steps = steps_at_once(at_once)
         self._saved = 0.0  # time of a token, so often
         self.made = 0
         self.flying: deque[Submitted] = deque()

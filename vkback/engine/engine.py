@@ -68,7 +68,8 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 TOKENS_PER_SUBMIT = 8
-"""A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear."""
+"""A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear. Slow devices take fewer:
+`TokenPrograms.most_at_once`."""
 
 
 SIDE_BY_SIDE = 2048
@@ -512,7 +513,7 @@ class Engine:
             if logits and room:
                 self._decode(0)
             if sampler:
-                self._token_programs.loop(loop, 1 if constrained else TOKENS_PER_SUBMIT)
+                self._token_programs.loop(loop, 1 if constrained else self._at_once(loop))
                 if room:
                     self._begin_loop(_Run(0, 1, sampler, loop, [], constrained=constrained))
                     tickets.append(self._token_programs.submit(self._token_programs.loop(loop, 1))[0])
@@ -531,7 +532,7 @@ class Engine:
             if "logits" in kinds:
                 self._token_programs.recording("logits")
             if sampler:
-                for size in (TOKENS_PER_SUBMIT, 1):
+                for size in (self._at_once(loop_kind(sampler)), 1):
                     self._token_programs.loop(loop_kind(sampler), size)
 
     def _asked(
@@ -898,9 +899,13 @@ class Engine:
                     self.use_barriers(why)
                     break
             if not drafts.pinned:
-                programs.measure(times_key(kind, drafts), classes, run)
+                programs.measure(times_key(kind, drafts), classes, self._at_once(kind), run)
         if self._checkpoint is not None:
             self._checkpoint.restore()
+
+    def _at_once(self, kind: str) -> int:
+        """Tokens of a submit."""
+        return self._token_programs.most_at_once(kind, TOKENS_PER_SUBMIT)
 
     def _submits(self, run: _Run) -> Generator[int, None, None]:
         """Tokens of a run, to its end."""
@@ -913,7 +918,7 @@ class Engine:
         tokens, drafts = self._token_programs, run.drafts
         times = self._draft_programs.times.get(times_key(run.kind, drafts)) if run.drafting and drafts is not None else None
         model = self._draft_model if drafts is not None and drafts.model and run.drafting else None
-        in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, TOKENS_PER_SUBMIT)
+        in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, self._at_once(run.kind))
         fits = times is not None and drafts is not None and drafts.classes[0] in times.of
         if model is not None and drafts is not None and (drafts.pinned or fits):
             pace: Pace = ModelPace(drafts, run.n, drafts.classes[0], times)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
 from vkback.engine.plans import Plans
+from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.engine.readback import Readback, TokenLoop
 from vkback.engine.sampler import DRIED, PENALIZED, RING
 from vkback.ops.sampling.chain import CHAIN_WORDS
@@ -16,6 +17,7 @@ from vkback.ops.sampling.dry import dry_words
 from vkback.ops.sampling.lookup import MAX_COLUMNS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.ops.sampling.sample import LOOP_RING
+from vkback.plan.cost.forecast import low_costs, repeats
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 
@@ -48,6 +50,8 @@ class TokenPrograms:
         self._penalties: dict[str, BufferRange] = {}
         self._dry: BufferRange | None = None
         self._turn = 0
+        self._costs = low_costs(device.caps)
+        self._most: dict[tuple[str, int], int] = {}
 
     def allocate(self) -> None:
         """Take memory for inputs and what is read back."""
@@ -126,6 +130,13 @@ class TokenPrograms:
             self._loops[key] = self.token_loop(program, kind, size, [copies] * len(self._loop_backs))
         return self._loops[key]
 
+    def most_at_once(self, kind: str, most: int) -> int:
+        """Tokens of a submit: `most`, or fewer where a token is predicted to take so long that a driver might take a submit for a hang."""
+        key = (kind, most)
+        if key not in self._most:
+            self._most[key] = repeats(self._plans.token(kind), self._costs, LONGEST_SUBMIT_US, most)
+        return self._most[key]
+
     def token_loop(self, program: Program, name: str, steps: int, copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]]) -> TokenLoop:
         """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
         return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies)
@@ -176,7 +187,7 @@ class TokenPrograms:
         """Make them anew when they are next used."""
         for program in self._programs.values():
             program.close()
-        for cache in (self._programs, self._loops, self._recordings):
+        for cache in (self._programs, self._loops, self._recordings, self._most):
             cache.clear()
 
     def forget_penalties(self) -> None:

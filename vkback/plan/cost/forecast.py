@@ -93,6 +93,14 @@ def cuts(schedule: Schedule, costs: Costs, limit_us: float) -> dict[int, float]:
     return submits
 
 
+def repeats(schedule: Schedule, costs: Costs, limit_us: float, most: int) -> int:
+    """How often a schedule goes into one submit of `limit_us`: `most`, or as many halvings of it as are needed; once at least."""
+    whole_us = sum(cuts(schedule, costs, math.inf).values())
+    while most > 1 and most * whole_us > limit_us:
+        most //= 2
+    return most
+
+
 def waits(schedule: Schedule) -> list[list[Wait]]:
     """What each stage waits for: each tensor once, the nearest stage first. Weights, and inputs that no node writes, are not waited for."""
     touched: dict[str, list[tuple[int, str, str]]] = {}
