@@ -14,17 +14,16 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vkback.autotune.gemv_rows import edges
+from vkback.autotune.chain_trial import ChainTrial, rows_by_tokens
 from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import judge
 from vkback.graph import Node
 from vkback.ops.attention.choice import prompt_shape
 from vkback.ops.attention.flash import DECODE_TOKENS
@@ -38,7 +37,7 @@ from vkback.paths import tuning_root
 from vkback.plan.planner import check_limits
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import WARM_S, Bench, Measurement, too_long
+from vkback.timing.launches import Bench, too_long
 from vkback.tuning.lookup import Overrides, Tuning
 from vkback.tuning.row import Row
 from vkback.tuning.table import row_lines
@@ -47,8 +46,6 @@ CHECKED_TOKENS = 48
 """Tokens whose results are compared: the first, the last, and others drawn at random, all heads of each."""
 
 NO_EFFECT = 1
-
-SOFTWARE_LAUNCHES = 2
 
 
 class PromptPoint(NamedTuple):
@@ -209,46 +206,14 @@ def guesses(caps: Capabilities) -> Iterator[PromptPoint]:
     yield from (PromptPoint("plain", q, kv, 4) for q, kv in ((64, 16), (64, 32), (32, 16)))
 
 
-class PromptTrial:
+class PromptTrial(ChainTrial[PromptPoint]):
     """Attention in a chain of launches."""
 
-    def __init__(self, bench: Bench, ctx: LowerContext, tokens: npt.NDArray[np.intp], want: Array) -> None:
-        self._bench, self._ctx, self._seen, self._want = bench, ctx, tokens, want
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bench.__exit__()
-
-    @property
-    def _node(self) -> Node:
-        return self._bench.problem.node
+    def with_point(self, point: PromptPoint) -> LowerContext:
+        return with_point(self.ctx, point)
 
     def compile(self, points: Iterable[PromptPoint]) -> None:
-        compile_points(self._bench.device, self._bench.library, self._node, points, self._ctx)
-
-    def wrong(self, point: PromptPoint) -> str:
-        ctx = with_point(self._ctx, point)
-        got = self._bench.outputs(ctx)[self._node.outputs[0].name]
-        if not np.isfinite(got).all():
-            return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
-        verdict = judge(got[self._seen], self._want, OPS[self._node.op].tolerance(self._node, ctx))
-        return "" if verdict.ok else verdict.text
-
-    def measure(self, point: PromptPoint, repetitions: int) -> Measurement:
-        return self.measured(point, True, repetitions)
-
-    def throughput(self, point: PromptPoint) -> float:
-        return self.measured(point, False, 5).us
-
-    def measured(self, point: PromptPoint, chained: bool, repetitions: int) -> Measurement:
-        launches = SOFTWARE_LAUNCHES if self._ctx.caps.software else None
-        ctx = with_point(self._ctx, point)
-        return self._bench.measure(ctx, chained=chained, launches=launches, repetitions=repetitions, warm_s=WARM_S)
-
-    def nbytes(self, point: PromptPoint) -> int:
-        return sum(d.nbytes for d in lowered(self._node, point, self._ctx))
+        compile_points(self.bench.device, self.bench.library, self.node, points, self.ctx)
 
 
 def compile_points(device: Device, library: ShaderLibrary, node: Node, points: Iterable[PromptPoint], ctx: LowerContext) -> None:
@@ -311,7 +276,7 @@ class PromptAttention:
     def rows(self, results: Sequence[TuneResult[PromptPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone, beside the rows about generation, which stay."""
         stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
-        return stays + [row for form in _forms(results) for row in _rows_of(form, card)]
+        return stays + list(rows_by_tokens("attention", results, DECODE_TOKENS + 1, card))
 
 
 def sample(problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:
@@ -323,22 +288,3 @@ def sample(problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:
     cut = [inputs[0][tokens], *inputs[1:3], inputs[3][tokens], *inputs[4:]]
     (out,) = OPS[node.op].reference(cut, node.params)
     return tokens, out.reshape(len(tokens), -1)
-
-
-def _forms(results: Sequence[TuneResult[PromptPoint]]) -> list[list[TuneResult[PromptPoint]]]:
-    """Results by what they match beside their tokens, of each number of tokens the newest."""
-    forms: dict[str, dict[int, TuneResult[PromptPoint]]] = {}
-    for result in results:
-        forms.setdefault(json.dumps(result.match), {})[result.sizes["n"]] = result
-    return [list(form.values()) for form in forms.values()]
-
-
-def _rows_of(form: Sequence[TuneResult[PromptPoint]], card: str) -> Iterator[list[str]]:
-    ranges = edges(r.sizes["n"] for r in form)
-    for result in form:
-        if result.kept:
-            low, high = ranges[result.sizes["n"]]
-            tokens = {"min": max(DECODE_TOKENS + 1, low), "max": high}
-            was = f"was {result.latency_before:.2f} ({result.before.text}; {result.source}, noise {result.noise:.2f})"
-            evidence = f"{result.date} {card}, {result.line}: latency {result.latency:.2f} us, {was}"
-            yield row_lines("attention", {"n": tokens, **result.match}, result.after.params, evidence)

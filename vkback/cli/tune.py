@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from vkback.device import Device
     from vkback.ops.lowering import LowerContext
 
-OPS = ("gemv", "gemm", "attention")
+OPS = ("gemv", "gemm", "attention", "delta_net")
+OF_MODELS = ("attention", "delta_net")
+"""Tuned in the shapes of a model alone."""
 PATHS = ("auto", "int", "float", "both")
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 
@@ -69,16 +71,16 @@ def tune(
     if share is not None:
         _share(device, output_file(share, "--share"))
         return
-    if case is not None and model is not None and op != "attention":
+    if case is not None and model is not None and op not in OF_MODELS:
         raise UsageError("--case and --model exclude each other")
     if picture is not None:
         picture_file(picture, "--picture")
     paths = cast(Paths, one_of(path, PATHS, "--path"))
     ops = [one_of(op, OPS, "--op")] if op is not None else list(OPS) if model is not None else ["gemv"]
-    if op == "attention" and case is not None:
-        raise UsageError("--op attention takes a model, no --case")
-    if op == "attention" and model is None:
-        raise UsageError("--op attention is tuned with the shapes of a model; name one with --model")
+    if op in OF_MODELS and case is not None:
+        raise UsageError(f"--op {op} takes a model, no --case")
+    if op in OF_MODELS and model is None:
+        raise UsageError(f"--op {op} is tuned with the shapes of a model; name one with --model")
     if op == "gemm" and path != "auto":
         raise UsageError(f"--path {path}: gemm takes the kernels of every path as candidates; leave it out")
     request = TuneRequest(case, model, quant, shape, _counts(tokens), paths, ctx, depth)

@@ -209,8 +209,30 @@ def _attention_tasks(device: Device, request: TuneRequest, ctx: LowerContext) ->
     return families
 
 
+# -- delta nets
+
+
+def _delta_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
+    """Delta nets of a model's prompt, in chains of launches; none of a model without."""
+    from vkback.autotune.delta_nets import MIN_TOKENS, DeltaNets, tasks_for
+    from vkback.engine.prompts import default_ubatch
+    from vkback.models.registry import Model
+    from vkback.shader import ShaderLibrary
+
+    assert request.model is not None
+    opened, library = Model.open(model_path(request.model)), ShaderLibrary()
+    nodes = [
+        node for n in request.tokens or (default_ubatch(device.caps),) if n >= MIN_TOKENS for node in opened.graph(n, n, head="all").nodes
+    ]
+    tasks, said = tasks_for(nodes, ctx)
+    for text in said:
+        print(text)
+    return [FamilyTasks("delta nets", tasks, lambda ctx: DeltaNets(device, library, ctx), nothing, watch=partial(printing, unit="us"))]
+
+
 TASKS_OF: dict[str, Callable[[Device, TuneRequest, LowerContext], list[FamilyTasks]]] = {
     "gemv": _gemv_tasks,
     "gemm": _gemm_tasks,
     "attention": _attention_tasks,
+    "delta_net": _delta_tasks,
 }

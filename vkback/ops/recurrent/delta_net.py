@@ -61,7 +61,7 @@ KEEPING = "the state after each token is kept"
 
 
 @dataclass(frozen=True)
-class _Shape:
+class ScanShape:
     """How a workgroup shares a head: rows in all, of a thread, and lanes of a row."""
 
     rows: int
@@ -73,7 +73,7 @@ class _Shape:
         return self.rows // self.per_thread * self.lanes
 
 
-def _shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole: bool) -> _Shape:
+def scan_shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole: bool) -> ScanShape:
     """whole: a workgroup has a whole head, and a thread for each four of its rows at least."""
     most = min(caps.max_workgroup_invocations, caps.max_workgroup_size[0])
     # A lane holds four values of a row, so more lanes than that would be idle.
@@ -84,11 +84,23 @@ def _shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities, *, whole
         per_thread, lanes = (2 * per_thread, lanes) if per_thread < rows else (per_thread, lanes // 2)
     while whole and per_thread > 4 * lanes:
         per_thread //= 2
-    return _Shape(rows, per_thread, lanes)
+    return ScanShape(rows, per_thread, lanes)
 
 
 def _choice(ctx: LowerContext, heads: Heads, n: int) -> Choice:
     return ctx.tuning.pick("delta_net", n=n, n_head=heads.n, dim=heads.dim, key=heads.key)
+
+
+def shape_for(node: Node, ctx: LowerContext) -> tuple[ScanShape | ChunkShape, str]:
+    """How a DELTA_NET is run by the tables of a context, and why not in chunks where these want them."""
+    heads, why = Heads.of(node.outputs[1], node.params), ""
+    choice = _choice(ctx, heads, node.outputs[0].shape[0])
+    if choice["kernel"] == "chunks":
+        chunks = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
+        if isinstance(chunks, ChunkShape):
+            return chunks, ""
+        why = chunks
+    return scan_shape(choice.params, heads, ctx.caps, whole=False), why
 
 
 def delta_rule(
@@ -166,7 +178,7 @@ class _DeltaNet(Op):
             )
         # A workgroup of CONV_DELTA_NET has one token, however many sequences there are.
         choice = _choice(ctx, heads, n if conv is None else 1)
-        shape = _shape(choice.params, heads, caps, whole=conv is not None)
+        shape = scan_shape(choice.params, heads, caps, whole=conv is not None)
         # Tokens of a tile wait in shared memory while the state stays in registers.
         tile = 1 if conv is not None else min(n, TILE)
         while tile > 1 and 4 * tile * (shape.rows + 2 * heads.key + 6) + 8 * shape.threads > caps.max_shared_memory:
@@ -241,15 +253,12 @@ class DeltaNet(_DeltaNet):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, alpha, beta, a, dt_bias, pos, state = node.inputs
-        heads, choice = self._heads(node, (qkv, alpha, beta), state), _choice(ctx, Heads.of(state, node.params), qkv.shape[0])
-        why = ""
-        if choice["kernel"] == "chunks":
-            shape = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
-            if isinstance(shape, ChunkShape):
-                return lower_chunks(node, heads, shape, choice.source)
-            why = f"; no chunks: {shape}"
+        heads = self._heads(node, (qkv, alpha, beta), state)
+        shape, why = shape_for(node, ctx)
+        if isinstance(shape, ChunkShape):
+            return lower_chunks(node, heads, shape, _choice(ctx, heads, qkv.shape[0]).source)
         scan = self._dispatch(node, ctx, (qkv, alpha, beta), (a, dt_bias), pos, state)
-        return [dataclasses.replace(scan, reason=scan.reason + why)]
+        return [dataclasses.replace(scan, reason=f"{scan.reason}; no chunks: {why}") if why else scan]
 
     def cases(self) -> Iterator[Case]:
         for n, pos0, padding in ((1, 0, 0), (1, 8, 0), (2, 7, 0), (5, 1, 0), (16, 0, 3), (17, 12, 0), (40, 33, 23), (4, 9, 4)):
@@ -299,17 +308,19 @@ class DeltaNet(_DeltaNet):
         """Values normal, but for a and dt_bias, which make decays of 0.01 to 0.999. slots: of the state; keep: a token stores its own."""
         check_slots(slots, keep, n)
 
-        def make(rng: np.random.Generator) -> Problem:
+        def node() -> Node:
             heads = Heads(n_head, dim, key, n_group)
             qkv, alpha, beta, a, dt_bias, pos, state = _inputs(n, heads)
             state = dataclasses.replace(state, shape=(slots, *state.shape[1:]))
             params = {"n_group": n_group, "tiled": tiled} | ({"keep": True} if keep else {})
-            node = Node(self.name, (qkv, alpha, beta, a, dt_bias, pos, state), (Tensor("y", "F32", (n, heads.inner)), state), params)
-            return Problem(node, _values(node, rng, pos0, padding))
+            return Node(self.name, (qkv, alpha, beta, a, dt_bias, pos, state), (Tensor("y", "F32", (n, heads.inner)), state), params)
+
+        def make(rng: np.random.Generator) -> Problem:
+            return Problem(made := node(), _values(made, rng, pos0, padding))
 
         sizes = {"n": n, "n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled}
         sizes |= {"pos0": pos0, "padding": padding} | ({"slots": slots, "keep": keep} if slots != 2 else {})
-        return Case(self.name, {**sizes, "seed": seed}, make, seed)
+        return Case(self.name, {**sizes, "seed": seed}, make, seed, node)
 
 
 @register
