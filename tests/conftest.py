@@ -176,3 +176,14 @@ def barrier_free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         return Overrides(Tuning.for_device(caps), {"schedule": params}, "test")
 
     monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
+
+
+@pytest.fixture
+def delta_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines loaded from here on run delta nets of several tokens in chunks of 16, so that short prompts have several."""
+    params = {"kernel": "chunks", "chunk": 16, "rows": 16, "tokens": 1}
+
+    def tables(caps: Capabilities) -> Overrides:
+        return Overrides(Tuning.for_device(caps), {"delta_net": params}, "test")
+
+    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from prompt_kernels import kernels_of, logits_after
 
-from vkback.device import Capabilities, Device
-from vkback.engine import engine as engine_module
+from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
-from vkback.tuning.lookup import Overrides, Tuning
 
 N_CTX = 96
 IDS = [int(t) for t in np.random.default_rng(44).integers(0, 160, 75)]
@@ -29,18 +26,7 @@ Tiny = Callable[[str], Path]
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines loaded from here on take chunks of 16 tokens from 16 on, so that short prompts have several."""
-    params = {"kernel": "chunks", "chunk": 16, "rows": 16, "tokens": 1}
-
-    def tables(caps: Capabilities) -> Overrides:
-        return Overrides(Tuning.for_device(caps), {"delta_net": params}, "test")
-
-    monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))
-
-
-@pytest.fixture
-def engine(request: pytest.FixtureRequest, tiny: Tiny, device: Device, chunks: None) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, tiny: Tiny, device: Device, delta_chunks: None) -> Iterator[Engine]:
     with Engine.load(tiny(request.param), device, n_ctx=N_CTX, act="f32", progress=False, ubatch=32) as loaded:
         yield loaded
 
@@ -70,7 +56,7 @@ def test_prompts_in_chunks_are_the_twin_s(engine: Engine) -> None:
 
 
 @pytest.mark.vulkan
-def test_chunks_leave_the_state_where_steps_with_drafts_look_for_it(tiny: Tiny, device: Device, chunks: None) -> None:
+def test_chunks_leave_the_state_where_steps_with_drafts_look_for_it(tiny: Tiny, device: Device, delta_chunks: None) -> None:
     """In a ring of nine slots, and a state saved from it goes to one of two."""
     path = tiny("tiny-qwen35")
     want = NumpyTwin(path, n_ctx=N_CTX).logits(IDS[:45])
@@ -86,8 +72,8 @@ def test_chunks_leave_the_state_where_steps_with_drafts_look_for_it(tiny: Tiny, 
 
 
 @pytest.mark.vulkan
-def test_exact_texts_keep_their_bits_where_the_tables_want_chunks(tiny: Tiny, device: Device, chunks: None) -> None:
-    """exact=True goes token by token; exact="requests" keeps chunks, whose tokens are the same each time."""
+def test_exact_texts_keep_their_bits_where_the_tables_want_chunks(tiny: Tiny, device: Device, delta_chunks: None) -> None:
+    """exact=True goes token by token; tests/models/test_batch.py has exact="requests", which keeps chunks."""
     path = tiny("tiny-qwen35")
     with Engine.load(path, device, n_ctx=N_CTX, progress=False, ubatch=32, exact=True) as engine:
         assert not kernels_of(engine, 40) & CHUNKED
