@@ -96,12 +96,13 @@ def test_delta_nets(tiny: Tiny) -> None:
 
 
 def test_the_blocks_of_qwen35moe_that_predict_further_tokens_stay_unread(tiny: Tiny) -> None:
-    """Here the block with attention, whose attn_q stays whole."""
+    """Here the block with attention, whose attn_q stays whole, unless it has what drafts (vkback/models/mtp.py)."""
     model = Model.open(changed(tiny("tiny-qwen35moe"), metadata={"nextn_predict_layers": 1}))
     assert model.hp.n_layer == 1 and {name.split(".")[1] for name in model.architecture.unused_tensors} == {"1"}
+    assert model.architecture.mtp_block is None and "blk.1.attn_q.weight" in model.file.tensors
     extra = {"blk.1.nextn.eh_proj.weight": model.file.tensors["blk.0.attn_qkv.weight"]}
     again = Model.of(replace(model.file, tensors={**model.file.tensors, **extra}))
-    assert "blk.1.nextn.eh_proj.weight" in again.architecture.unused_tensors and "blk.1.attn_q.weight" in again.file.tensors
+    assert "blk.1.nextn.eh_proj.weight" in again.architecture.unused_tensors and again.architecture.mtp_block == 1
     assert [n.name for n in again.graph(1, 32, head="last").nodes if n.op == "FLASH_ATTN_EXT"] == []
 
 

@@ -109,8 +109,9 @@ def load(
     exact     "requests": texts of a batch have the same bits whoever else is served; True: the logits of a token have, however many tokens
               went with it, which is slower
     sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers and with exact="requests", else 64
-    spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "none"; default:
-              the first, but none on CPU drivers. docs/drafts.md tells when a text has the same bits
+    spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "draft-mtp": by
+              the file's own block for further tokens; "none"; default: the first, but none on CPU drivers. docs/drafts.md tells when a
+              text has the same bits
     model_draft  a smaller model with the same vocabulary, whose tokens are the drafts
     draft_max, draft_min  drafts of a step, at most and at least
     spec_pinned  4, 8 or 16 tokens in every step: the text has the same bits whatever is drafted

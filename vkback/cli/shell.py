@@ -87,7 +87,8 @@ SpecTypeOption = Annotated[
     str | None,
     typer.Option(
         "--spec-type",
-        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), none [default: the first; on a CPU, none].",
+        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), draft-mtp (the file's own block for them), "
+        "none [default: the first; on a CPU, none].",
     ),
 ]
 DraftMaxOption = Annotated[

@@ -1,12 +1,15 @@
-"""A second, smaller model whose picks are the drafts of another: its tokens go to that one's next step without the host.
+"""Models whose picks are the drafts of another: a second, smaller one, or the MTP block of the target's own file. Their tokens go to the
+target's next step without the host.
 
-Each step of the target is one submit: the target's last token and position are copied to the draft model, which makes as many greedy tokens
-as there are drafts and takes in the last of them too, so that its cache has a row for each draft; its ids are copied to where LOOKUP takes
-them (mode MODEL); then comes the target's step. Rows of drafts that were not accepted are written over by those of the next step.
+Each step of the target is one submit: the target's last token and position are copied to the drafter, which makes as many greedy tokens
+as there are drafts; its ids are copied to where LOOKUP takes them (mode MODEL); then comes the target's step. A draft model takes in the
+last of its tokens, too, so that its cache has a row for each draft. Rows of drafts that were not accepted are written over by those of the
+next step.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -79,51 +82,70 @@ def check_draft_model(target: Model, draft: Model) -> None:
             )
 
 
-class DraftModel:
+class Drafter(ABC):
     """Makes the drafts of one target.
 
-    engine  its own
     count   drafts of a step
     """
 
-    def __init__(self, engine: DraftEngine, target: TokenPrograms, text: Callable[[], BufferRange]) -> None:
+    def __init__(self, device: Device, target: TokenPrograms, text: Callable[[], BufferRange]) -> None:
         """text: LOOKUP's."""
-        self.engine, self.count = engine, 0
-        self._target, self._text = target, text
+        self.count = 0
+        self._device, self._target, self._text = device, target, text
         self._arena: Arena | None = None
         self._copies: list[tuple[Commands, Commands]] = []
 
+    @property
+    @abstractmethod
+    def programs(self) -> TokenPrograms:
+        """Its own."""
+
+    @property
+    @abstractmethod
+    def tokens_per_step(self) -> int:
+        """That it takes in."""
+
+    @abstractmethod
+    def read(self, before: Sequence[int]) -> None:
+        """See that its caches hold these tokens, all but the last of a text."""
+
+    @abstractmethod
+    def accepted(self, tokens: Sequence[int]) -> None:
+        """Its caches have the rows of these tokens, which the target took."""
+
+    @abstractmethod
+    def use_barriers(self, why: str) -> None:
+        """A spin-wait of its own has timed out."""
+
+    @abstractmethod
+    def resize(self, n_ctx: int) -> None:
+        """The target's context has so many rows from here on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
     def begin(self, text: Sequence[int], count: int) -> None:
-        """Read what the draft model has not read of a text, but for its last token, and be ready for so many drafts of a step."""
+        """Be ready for so many drafts of a step of a text, whose last token no one has read."""
         if count != self.count:
             self.forget()
             self.count = count
-        before = text[:-1]
-        known = self.engine.tokens
-        common = next((i for i, (a, b) in enumerate(zip(known, before, strict=False)) if a != b), min(len(known), len(before)))
-        self.engine.rewind(common)
-        if rest := list(before[common:]):
-            self.engine.prompt(rest)
-        programs = self.engine.token_programs
-        self.engine.device.upload(programs.inputs["loop"], loop_state(Sampler(), []))
+        self.read(text[:-1])
+        self._device.upload(self.programs.inputs["loop"], loop_state(Sampler(), []))
 
     def commands(self, back: int) -> list[Commands]:
         """What runs before the target's step with this read-back."""
         if not self._copies:
             self._record()
         into, out = self._copies[back]
-        return [into, self.engine.token_programs.loop("greedy", self.count + 1).commands(back), out]
+        return [into, self.programs.loop("greedy", self.tokens_per_step).commands(back), out]
 
     def timed_out(self, back: int) -> bool:
-        """Whether a spin-wait of the draft model timed out in that submit: its drafts and rows are worth nothing."""
-        return self.engine.token_programs.back(back).timed_out
-
-    def accepted(self, tokens: Sequence[int]) -> None:
-        """The draft model's cache has the rows of these tokens, which the target took."""
-        self.engine.assume(tokens)
+        """Whether a spin-wait timed out in that submit: its drafts and rows are worth nothing."""
+        return self.programs.back(back).timed_out
 
     def _record(self) -> None:
-        device, own, other = self.engine.device, self.engine.token_programs.inputs, self._target.inputs
+        device, own, other = self._device, self.programs.inputs, self._target.inputs
         self._arena = device.arena("step of a draft model", 256, "device")
         zero = self._arena.alloc(4, "step 0")
         device.upload(zero, np.zeros(1, np.int32))
@@ -149,3 +171,87 @@ class DraftModel:
         if self._arena is not None:
             self._arena.destroy()
             self._arena = None
+
+
+class DraftModel(Drafter):
+    """A model of its own."""
+
+    def __init__(self, engine: DraftEngine, target: TokenPrograms, text: Callable[[], BufferRange]) -> None:
+        super().__init__(engine.device, target, text)
+        self._engine = engine
+
+    @property
+    def programs(self) -> TokenPrograms:
+        return self._engine.token_programs
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.count + 1
+
+    def read(self, before: Sequence[int]) -> None:
+        known = self._engine.tokens
+        common = next((i for i, (a, b) in enumerate(zip(known, before, strict=False)) if a != b), min(len(known), len(before)))
+        self._engine.rewind(common)
+        if rest := list(before[common:]):
+            self._engine.prompt(rest)
+
+    def accepted(self, tokens: Sequence[int]) -> None:
+        self._engine.assume(tokens)
+
+    def use_barriers(self, why: str) -> None:
+        self._engine.use_barriers(why)
+
+    def resize(self, n_ctx: int) -> None:
+        self.forget()
+        self._engine.resize(n_ctx + ROOM)
+
+    def close(self) -> None:
+        self.forget()
+        self._engine.close()
+
+
+class MtpBlock(Drafter):
+    """The MTP block of the target's own file (vkback/models/mtp.py). The target's steps keep all that it has of a text; it makes rows for
+    drafts alone, which the next step writes over."""
+
+    def __init__(
+        self,
+        device: Device,
+        programs: TokenPrograms,
+        target: TokenPrograms,
+        text: Callable[[], BufferRange],
+        use_barriers: Callable[[str], None],
+    ) -> None:
+        """programs: of a token of the block. use_barriers: the target's, whose plans they are of."""
+        super().__init__(device, target, text)
+        self._programs, self._use_barriers = programs, use_barriers
+
+    @property
+    def programs(self) -> TokenPrograms:
+        return self._programs
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.count
+
+    def read(self, before: Sequence[int]) -> None:
+        pass
+
+    def accepted(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def use_barriers(self, why: str) -> None:
+        self._use_barriers(why)
+
+    def resize(self, n_ctx: int) -> None:
+        self.forget_programs()
+
+    def forget_programs(self) -> None:
+        """Make them anew when they are next used."""
+        self.forget()
+        self._programs.forget_programs()
+        self._programs.forget_timeouts()
+
+    def close(self) -> None:
+        self.forget()
+        self._programs.close()

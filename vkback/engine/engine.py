@@ -28,12 +28,12 @@ from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
-from vkback.engine.draft_model import ROOM, DraftEngine, DraftModel, check_draft_model
+from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftModel, MtpBlock, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
-from vkback.engine.plans import Plans
+from vkback.engine.plans import MtpPlans, Plans
 from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
 from vkback.engine.sequence_breakers import SequenceBreakers
@@ -156,13 +156,24 @@ class Engine:
         """Texts of a batch have the same bits whoever else is served."""
         slots = kept_slots(options.drafts(software=device.caps.software), model.recurrent_bytes) if model.architecture.recurrent else 2
         self._plans = Plans(
-            model, exact_context(ctx) if options.exact is True else ctx, n_ctx, fusion=options.fusion, cache=cache, slots=slots
+            model,
+            exact_context(ctx) if options.exact is True else ctx,
+            n_ctx,
+            fusion=options.fusion,
+            cache=cache,
+            slots=slots,
+            mtp=options.spec_type == "draft-mtp",
         )
+        if self._plans.mtp and model.architecture.mtp_block is None:
+            raise DraftError(
+                f"[drafts] {model.file.path}: {model.architecture.name} without a block of nextn tensors; expected a file with one for "
+                "draft-mtp, or ngram-simple or draft-simple"
+            )
         self._owns_device = False
         self._arenas: list[Arena] = []
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
-        self._draft_model: DraftModel | None = None
+        self._draft_model: Drafter | None = None
         self._no_drafts = ""
         self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
         self.draft_counts = DraftCounts()
@@ -196,6 +207,8 @@ class Engine:
             # The cache before the weights: a context that does not fit is reported before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
+            if self._plans.mtp:
+                self._draft_model = self._mtp_block()
             loaded = self._load(weights, meanwhile, options.repack)
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
@@ -312,8 +325,7 @@ class Engine:
             self._checkpoint.close()
             self._checkpoint = None
         if self._draft_model is not None:
-            self._draft_model.forget()
-            self._draft_model.engine.close()
+            self._draft_model.close()
             self._draft_model = None
         self._draft_programs.close()
         self._token_programs.close()
@@ -406,6 +418,7 @@ class Engine:
         schedules = [self._plans.texts(graph) for graph in self._text_graphs()] if kind == "weight" else []
         if self.model.architecture.causal:
             schedules += [self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none")]
+            schedules += [self._plans.mtp_token("greedy")] if self._plans.mtp else []
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 
     def _allocate_state(self) -> None:
@@ -577,8 +590,7 @@ class Engine:
         if n_ctx == self.n_ctx:
             return
         if self._draft_model is not None:
-            self._draft_model.forget()
-            self._draft_model.engine.resize(n_ctx + ROOM)
+            self._draft_model.resize(n_ctx)
         self._draft_programs.close()
         self._token_programs.forget_programs()
         self._arenas.remove(self._state.arena)
@@ -734,6 +746,8 @@ class Engine:
         """Plan everything anew with a barrier between all stages; why: for the log."""
         self._draft_programs.forget_programs()
         self._token_programs.forget_programs()
+        if isinstance(self._draft_model, MtpBlock):
+            self._draft_model.forget_programs()
         self._plans.use_barriers(why)
         self._token_programs.forget_timeouts()
 
@@ -825,6 +839,16 @@ class Engine:
                 f"{self.n_ctx + ROOM} on the target's device"
             )
         self._draft_model = DraftModel(draft, self._token_programs, lambda: self._draft_programs.inputs()["text"])
+
+    def _mtp_block(self) -> MtpBlock:
+        programs = TokenPrograms(self.device, self.model.hp.n_vocab, MtpPlans(self._plans), self._bind)
+        programs.allocate()
+        return MtpBlock(self.device, programs, self._token_programs, lambda: self._draft_programs.inputs()["text"], self.use_barriers)
+
+    @property
+    def has_mtp_block(self) -> bool:
+        """Whether the file's own MTP block makes drafts."""
+        return self._plans.mtp
 
     @property
     def token_programs(self) -> TokenPrograms:
@@ -952,7 +976,7 @@ class Engine:
                 if run.ended in ("timed out", "overflow"):
                     return
                 if model is not None and model.timed_out(number):
-                    model.engine.use_barriers(TIMED_OUT)
+                    model.use_barriers(TIMED_OUT)
                     run.ended = "wants plain steps"
                 if columns > 1:
                     self.draft_counts = run.before + self._draft_programs.counts(number)

@@ -16,7 +16,7 @@ from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
 from vkback.plan.passes.fuse import FUSIONS
 
-SPEC_TYPES = ("none", "ngram-simple", "draft-simple")
+SPEC_TYPES = ("none", "ngram-simple", "draft-simple", "draft-mtp")
 
 Exact = bool | Literal["requests"]
 """What has the same bits (docs/batch_invariance.md). "requests": a request, whoever else is served; True: the logits of a token, however
@@ -36,9 +36,10 @@ class LoadOptions:
     sequences  texts of a batch that run at once, at most; None: as many as pay (vkback/api/model.py)
     lora    adapter files (vkback/models/adapter.py)
     spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
-            the latter, but none on CPU drivers, which take seconds to compile a step of each width
+            the latter, but none on CPU drivers, which take seconds to compile a step of each width. "draft-mtp": those of the
+            file's own block that predicts the token after the next one (vkback/models/mtp.py)
     model_draft  a file of a smaller model with the same vocabulary, whose tokens are the drafts (spec_type "draft-simple")
-    draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for, of a draft model 3
+    draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for, of a model 3
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
@@ -104,7 +105,7 @@ class LoadOptions:
         wanted = self.spec_type or ("none" if none else "ngram-simple")
         if wanted == "none" and not self.spec_pinned:
             return None
-        model = wanted == "draft-simple"
+        model = wanted in ("draft-simple", "draft-mtp")
         default = DRAFTS if model else MOST
         most = 0 if wanted == "none" else default if self.draft_max is None else min(self.draft_max, MOST)
         return Drafts(most, min(self.draft_min, most), pinned=self.spec_pinned, earlier=self.spec_earlier, model=model)

@@ -26,10 +26,13 @@ class Plans:
     ctx    what lowering depends on; what is found out on the way changes it
     n_ctx  rows of the cache that schedules are for
     slots  of recurrent states
+    mtp    whether what the model's MTP block needs is kept
     """
 
-    def __init__(self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes, slots: int = 2) -> None:
-        self.ctx, self.n_ctx, self.slots = ctx, n_ctx, slots
+    def __init__(
+        self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes, slots: int = 2, mtp: bool = False
+    ) -> None:
+        self.ctx, self.n_ctx, self.slots, self.mtp = ctx, n_ctx, slots, mtp
         self._model, self._fusion, self._cache = model, fusion, cache
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
@@ -37,7 +40,8 @@ class Plans:
 
     def graph(self, n_tokens: int, head: Head, *, keep: bool = False) -> Graph:
         """The graph of so many tokens. keep: recurrent states after each of them are kept."""
-        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=StateSlots(self.slots, keep))
+        kept = StateSlots(self.slots, keep)
+        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_mtp=self.mtp)
 
     def token(self, kind: str) -> Schedule:
         """The schedule of one token: "logits", or one of `loop_kind` (vkback/engine/sampler.py)."""
@@ -54,6 +58,15 @@ class Plans:
                     dried=DRIED in kind,
                     chained=CHAINED in kind,
                 )
+            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
+        return self._schedules[key]
+
+    def mtp_token(self, kind: str) -> Schedule:
+        """The schedule of one token of the MTP block, greedy."""
+        key = self.n_ctx, f"MTP, {kind}", 1
+        if key not in self._schedules:
+            graph = self._model.mtp_graph(self.n_ctx, self._cache)
+            add_sampler(graph, greedy=True)
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
 
@@ -126,3 +139,17 @@ class Plans:
 def _few(names: Sequence[str]) -> str:
     """The first four, and how many more."""
     return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class MtpPlans:
+    """Schedules of a token of the MTP block, as `TokenPrograms` asks for them."""
+
+    def __init__(self, plans: Plans) -> None:
+        self._plans = plans
+
+    @property
+    def n_ctx(self) -> int:
+        return self._plans.n_ctx
+
+    def token(self, kind: str) -> Schedule:
+        return self._plans.mtp_token(kind)

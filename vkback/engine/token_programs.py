@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Commands, Device, Ticket
-from vkback.engine.plans import Plans
 from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.engine.readback import Readback, TokenLoop
 from vkback.engine.sampler import DRIED, PENALIZED, RING
@@ -31,6 +31,15 @@ SPIN_S = 0.005
 """How long the host stays awake for the logits of one token: longer than a fast GPU takes for them."""
 
 
+class TokenPlans(Protocol):
+    """Schedules of one token, over caches of so many rows."""
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    def token(self, kind: str) -> Schedule: ...
+
+
 class TokenPrograms:
     """Programs of one token over one KV cache at a time. Kinds are "logits" and those of `loop_kind` (vkback/engine/sampler.py).
 
@@ -40,7 +49,9 @@ class TokenPrograms:
             "chain" (of samplers)
     """
 
-    def __init__(self, device: Device, n_vocab: int, plans: Plans, bind: Callable[[Schedule, dict[str, BufferRange]], Program]) -> None:
+    def __init__(
+        self, device: Device, n_vocab: int, plans: TokenPlans, bind: Callable[[Schedule, dict[str, BufferRange]], Program]
+    ) -> None:
         """Takes no memory yet: see `allocate`."""
         self._device, self._n_vocab, self._plans, self._bind = device, n_vocab, plans, bind
         self._programs: dict[str, Program] = {}

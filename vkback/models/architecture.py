@@ -9,7 +9,8 @@ from typing import ClassVar, TypeVar
 
 from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import RMS_EPS, Metadata, RopeMode
-from vkback.graph import Graph, Tensor
+from vkback.graph import Graph, Tensor, live
+from vkback.models import mtp
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, GraphBuilder, Head, Paging, StateSlots
 from vkback.models.keys import COMMON, MTP, POOLING, unread_keys
@@ -46,6 +47,7 @@ class Architecture(ABC):
     unused_tensors  of a file: those that the architecture knows and no graph reads
 
     causal   of a file: what it says
+    mtp_block  of a file: the block that predicts the token after the next one (vkback/models/mtp.py); None: it has none
     pooling  of a file: how it says that vectors of texts are made; None: nothing
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
@@ -70,6 +72,7 @@ class Architecture(ABC):
     attends: ClassVar[bool] = True
     dense: ClassVar[bool] = True
     varying: ClassVar[frozenset[str]] = frozenset()
+    mtp_block: int | None = None
 
     def __init__(self, f: GgufFile) -> None:
         """Raises GgufError naming the key that is missing, of another type, out of range or not known."""
@@ -91,14 +94,15 @@ class Architecture(ABC):
         self.unused_keys = unread_keys(f, COMMON | self.keys | {self.norm_eps}, self.settled)
 
     def without_mtp_blocks(self, count: int) -> None:
-        """Take the file's last `count` blocks, which predict tokens beyond the next one, for unused. Raises GgufError when there are no
-        others."""
+        """Take the file's last `count` blocks, which predict tokens beyond the next one, out of the model; the first is `mtp_block`. Raises
+        GgufError when there are no others."""
         n_layer = self.hp.n_layer - count
         if n_layer < 1:
             raise self.metadata.fail(MTP, count, f"less than the {self.hp.n_layer} blocks of the file")
         blocks = tuple(f"blk.{il}." for il in range(n_layer, self.hp.n_layer))
         self.unused_tensors |= {name for name in self.file.tensors if name.startswith(blocks)}
         self.hp = replace(self.hp, n_layer=n_layer)
+        self.mtp_block = n_layer if mtp.first_tensor(n_layer) in self.file.tensors else None
 
     @classmethod
     def opened(cls, f: GgufFile) -> GgufFile:
@@ -113,9 +117,13 @@ class Architecture(ABC):
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
         """Layer `il` of x [n, n_embd], residuals included."""
 
+    def normed(self, b: GraphBuilder, x: Tensor) -> Tensor:
+        """Hidden rows [n, n_embd], which the output layer reads, of what the last layer gave."""
+        return rms_norm(b, x, self.output_norm, "result_norm", plain="result_rms")
+
     def output(self, b: GraphBuilder, x: Tensor) -> Tensor:
         """Logits [n, n_vocab] of what the last layer gave."""
-        return b.logits(rms_norm(b, x, self.output_norm, "result_norm", plain="result_rms"))
+        return b.logits(self.normed(b, x))
 
     def classify(self, b: GraphBuilder, x: Tensor) -> Tensor:
         """Scores [texts, labels] of pooled vectors [texts, n_embd]: a matrix and its function, another matrix; either may be missing."""
@@ -135,8 +143,10 @@ class Architecture(ABC):
         cache: CacheTypes = F16_CACHE,
         paging: Paging | None = None,
         kept: StateSlots = TWO_SLOTS,
+        with_mtp: bool = False,
     ) -> Graph:
         """The graph of n_tokens tokens at once, over caches of n_ctx rows, or in pages; vkback/models/builder.py has inputs and names.
+        with_mtp: what `mtp_block` needs of them is kept.
 
         Raises GgufError naming a weight that is missing or misshaped, or saying that the model makes no text.
         """
@@ -145,7 +155,12 @@ class Architecture(ABC):
                 f"[model] {self.file.path}: {self.name} sees whole texts and makes none; expected a use of their vectors: vkback embed, "
                 "model.embed(texts) or model.rank(query, documents) in Python, /v1/embeddings and /v1/rerank of vkback serve"
             )
-        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging, kept=kept))
+        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging, kept=kept), with_mtp=with_mtp)
+
+    def mtp_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
+        """The graph of `mtp_block` for one token, over what a graph with `mtp` has kept. Raises GgufError as `graph` does."""
+        assert self.mtp_block is not None
+        return mtp.block_graph(GraphBuilder(self.hp, 1, n_ctx, "all", cache), self.mtp_block, self.layer)
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
         """The graph of whole texts of n_tokens tokens together, which gives a vector for each (vkback/models/texts.py). Raises GgufError
@@ -159,10 +174,16 @@ class Architecture(ABC):
             raise GgufError(f"[model] {self.file.path}: no classifier, so it cannot rank; expected tensors {names}: take a reranker")
         return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, "all", cache, texts=texts))
 
-    def _graph(self, b: GraphBuilder) -> Graph:
-        x = self.embed(b)
+    def _graph(self, b: GraphBuilder, *, with_mtp: bool = False) -> Graph:
+        embedded = x = self.embed(b)
         for il in range(self.hp.n_layer):
             x = self.layer(b, x, il)
+        if with_mtp and self.mtp_block is not None:
+            hidden = self.normed(b, x)
+            logits = b.logits(hidden)
+            mtp.add_entries(b, self.mtp_block, embedded, hidden, self.layer)
+            b.graph.nodes = live(b.graph.nodes, (logits,))  # of the block what it keeps alone
+            return b.finish(logits)
         y = self.output(b, x)
         return b.finish(self.classify(b, y) if b.texts and b.texts.pooling == "rank" else y)
 

@@ -155,10 +155,15 @@ class Model:
         cache: CacheTypes = F16_CACHE,
         paging: Paging | None = None,
         kept: StateSlots = TWO_SLOTS,
+        with_mtp: bool = False,
     ) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept)
+        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept, with_mtp=with_mtp)
         return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
+
+    def mtp_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
+        """Of the block that predicts the token after the next one (vkback/models/mtp.py), for one token. Raises GgufError."""
+        return self.architecture.mtp_graph(n_ctx, cache)
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
         """Of whole texts, a vector for each. Raises GgufError."""

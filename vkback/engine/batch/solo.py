@@ -41,8 +41,11 @@ class Solo:
         if engine.tokens != tuple(text.tokens[:rows]):
             pages = -(-rows // page)
             engine.reset()
-            caches.stage(text.pages[:pages], range(pages))
-            engine.assume(text.tokens[:rows])
+            if engine.has_mtp_block:  # pages do not have its rows
+                engine.prompt(text.tokens[:rows])
+            else:
+                caches.stage(text.pages[:pages], range(pages))
+                engine.assume(text.tokens[:rows])
         self._tokens: Generator[int, None, None] = engine.generate(
             text.tokens[-1], text.limit - len(text.made), sampler=how.sampler, stop_at_eos=how.stop_at_eos, drafts=how.drafts
         )

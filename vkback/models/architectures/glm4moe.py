@@ -3,7 +3,7 @@
 As llama, but RoPE pairs value i with value i + n_dims/2 in a part of a head, Q, K and V have biases, every head of Q and K is RMS-normed
 where the file has the norms, and the norm before the feed-forward is called post_attention_norm. The first `leading_dense_block_count`
 layers are dense, the others a mixture of experts beside shared ones, with sigmoids for a router and a bias for the choice alone. A file's
-last `nextn_predict_layers` blocks predict tokens beyond the next one (MTP); their tensors stay unread.
+last `nextn_predict_layers` blocks predict tokens beyond the next one (MTP, vkback/models/mtp.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Of four layers three are a gated delta net (vkback/models/delta_net.py), the las
 `full_attention_interval` or `attention.recurrent_layers` say otherwise. There attn_q makes the query and a gate of each head in turn; every
 head of Q and K is RMS-normed; RoPE turns a part of a head and pairs value i with value i + n_dims/2. Its sections are those of qwen3vl, of
 no meaning to a text. The norm before the feed-forward is called post_attention_norm. Norm weights are in a file as they are multiplied by,
-with the 1 that the makers add. The last `nextn_predict_layers` blocks predict tokens beyond the next one (MTP); their tensors stay unread.
+with the 1 that the makers add. The last `nextn_predict_layers` blocks predict tokens beyond the next one (MTP,
+vkback/models/mtp.py); these have attention.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vkback.models.blocks import attention, attention_norm, feed_forward, rms_no
 from vkback.models.builder import GraphBuilder
 from vkback.models.delta_net import KEYS, delta_net, delta_net_sizes, delta_net_tensors, recurrent_layers
 from vkback.models.keys import MTP, SECTIONS
+from vkback.models.mtp import first_tensor
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 
 PUBLISHED: dict[str, Any] = {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, SECTIONS: (11, 11, 10, 0)}
@@ -77,8 +79,9 @@ class Qwen35(Architecture):
         m = Metadata(f, cls.varying, cls.keys)
         hp = m.hparams(cls.rope_mode, dense=cls.dense)
         n_layer = hp.n_layer - m.count(MTP, 0, least=0)
-        recurs = recurrent_layers(m, n_layer, hp.n_layer)
-        names = (f"blk.{il}.attn_q" for il in range(n_layer) if not recurs[il])
+        attends = [il for il, recurs in enumerate(recurrent_layers(m, n_layer, hp.n_layer)) if not recurs]
+        attends += [n_layer] if first_tensor(n_layer) in f.tensors else []
+        names = (f"blk.{il}.attn_q" for il in attends)
         width = hp.head_dim_k
         turns = {f"{q}.weight": (hp.n_head, ((f"{q}.weight", width), (f"{q}_gate.weight", width))) for q in names}
         return f.deinterleave({name: turn for name, turn in turns.items() if name in f.tensors})
@@ -89,7 +92,7 @@ class Qwen35(Architecture):
         if SECTIONS in self.keys:
             m.sections(SECTIONS, self.hp.rope.n_dims // 2)
         self.without_mtp_blocks(m.count(MTP, 0, least=0))
-        self.recurs = recurrent_layers(m, self.hp.n_layer, n_blocks)
+        self.recurs = (*recurrent_layers(m, self.hp.n_layer, n_blocks), False)
         self.sizes_of_delta_net = delta_net_sizes(m, tiled=self.tiled)
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:

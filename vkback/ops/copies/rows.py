@@ -213,7 +213,7 @@ class SetRows(Op):
 
 @register
 class GetRows(Op):
-    """GET_ROWS(table [rows, k], ids I32 [n]) -> [n, k]; an id outside the table gives zeros.
+    """GET_ROWS(table [..., rows, k], ids I32 [n]) -> [n, k]; an id outside the table gives zeros.
 
     The table is a weight of any type, F32 or F16, and becomes F32, or I32 and stays so. Rows of a weight are multiplied by the param
     `scale`, if there is one.
@@ -250,6 +250,7 @@ class GetRows(Op):
             part = table[..., row : row + rows, column : column + columns]
             found = np.take_along_axis(part, np.clip(ids, 0, rows - 1)[..., None], axis=-2)
             return [np.where(((ids >= 0) & (ids < rows))[..., None], found, 0)]
+        table = np.reshape(table, (-1, np.shape(table)[-1]))
         inside = (ids >= 0) & (ids < len(table))
         rows = np.asarray(table[np.where(inside, ids, 0)], np.float64)
         return [np.where(inside[:, None], rows, 0.0) * params.get("scale", 1.0)]
