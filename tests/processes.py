@@ -40,6 +40,7 @@ def run_program(
         stdout=stdout,
         stderr=stderr,
         text=True,
+        encoding="utf-8",
         check=check,
         preexec_fn=None if sys.platform == "win32" else let_signals_end,
     )

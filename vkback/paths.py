@@ -43,16 +43,27 @@ def tuning_root() -> Path:
     return _data_root("tuning")
 
 
+def home_dir() -> Path:
+    """The user's home folder. A container's user whom the system does not know may have none, or HOME may be empty: then a place in which
+    nothing can be kept, so that no file lands in the root or in the current folder."""
+    if os.environ.get("HOME", "set"):
+        try:
+            return Path.home()
+        except RuntimeError:
+            pass
+    return Path(os.devnull)
+
+
 def user_tuning_root() -> Path:
     """The user's own device tables: the folder VKBACK_TUNING, else `vkback/tuning` in the platform's settings folder. It need not exist."""
     if chosen := os.environ.get("VKBACK_TUNING"):
         return Path(chosen)
     if sys.platform == "win32":
-        base = Path(os.environ.get("APPDATA") or Path.home() / "AppData" / "Roaming")
+        base = Path(os.environ.get("APPDATA") or home_dir() / "AppData" / "Roaming")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
+        base = home_dir() / "Library" / "Application Support"
     else:
-        base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        base = Path(os.environ.get("XDG_CONFIG_HOME") or home_dir() / ".config")
     return base / "vkback" / "tuning"
 
 
@@ -95,11 +106,11 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("VKBACK_CACHE"):
         return Path(chosen)
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home_dir() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home_dir() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home_dir() / ".cache")
     return base / "vkback"
 
 

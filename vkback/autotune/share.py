@@ -9,7 +9,7 @@ from typing import Any
 
 from vkback.autotune.search import SweepError
 from vkback.device import Capabilities
-from vkback.paths import new_file_or
+from vkback.paths import home_dir, new_file_or
 from vkback.tuning.lookup import device_table
 
 SHARE_FORMAT = 1
@@ -41,7 +41,7 @@ def shared(caps: Capabilities, report: str, folder: Path) -> dict[str, Any]:
 
 def without_home(text: str) -> str:
     """A text whose paths begin with ~ in the place of the home folder, which tells a name."""
-    home = str(Path.home())
+    home = str(home_dir())
     return re.sub(rf"{re.escape(home)}(?=[/\\\\]|$)", "~", text, flags=re.MULTILINE) if len(home) > 1 else text
 
 
