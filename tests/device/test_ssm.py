@@ -1,4 +1,4 @@
-"""SSM_CONV and SSM_SCAN: their references by hand, their kernels on other shapes, and states that outlive a token."""
+"""SSM_CONV, SSM_SCAN and SHORT_CONV: their references by hand, their kernels on other shapes, and states that outlive a token."""
 
 from __future__ import annotations
 
@@ -75,12 +75,24 @@ def with_void(problem: Problem, *names: str) -> Problem:
     return Problem(problem.node, problem.values | {name: np.full_like(problem.values[name], np.nan) for name in names})
 
 
+def test_the_short_convolution_by_hand() -> None:
+    """One channel, three taps, two tokens at positions 4 and 5: B x of position 3 is in row 0 of the ring, of position 2 in row 2."""
+    bcx, w = np.array([[2.0, 10.0, 3.0], [1.0, -1.0, 7.0]]), np.array([1.0, 10.0, 100.0])
+    y, after = OPS["SHORT_CONV"].reference([bcx, w, np.array([4, 5]), np.array([[4.0], [np.nan], [5.0]])], {})
+    assert y.tolist() == [[10.0 * (5.0 + 40.0 + 600.0)], [-1.0 * (4.0 + 60.0 + 700.0)]]
+    assert after.tolist() == [[4.0], [6.0], [7.0]]
+
+
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", ["SSM_CONV", "SSM_SCAN", "SSM_CONV_SCAN"])
+@pytest.mark.parametrize("name", ["SSM_CONV", "SHORT_CONV", "SSM_SCAN", "SSM_CONV_SCAN"])
 def test_position_0_reads_no_state(name: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """What another sequence, or fresh memory, left in the states is never seen: not even as NaN times zero."""
     op = OPS[name]
-    case = op.build_case(3, 8, 16, pos=0) if name == "SSM_CONV_SCAN" else op.build_case(5, *((64,) if name == "SSM_CONV" else (3, 8, 16)))
+    case = (
+        op.build_case(3, 8, 16, pos=0)
+        if name == "SSM_CONV_SCAN"
+        else op.build_case(5, *((64,) if name in ("SSM_CONV", "SHORT_CONV") else (3, 8, 16)))
+    )
     problem = case.build()
     states = [t.name for t in problem.node.inputs if t.kind == "state"]
     y = problem.node.outputs[0].name

@@ -229,6 +229,15 @@ TOKENS = [
         ops=DELTA_NET_OPS,
     ),
     Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
+    # What the short convolution makes is rounded by a stage.
+    Token(
+        "lfm2-1.2b-Q8_0",
+        "lfm2 1.2B Q8_0",
+        1 + 6 * 10 + 5 * 6 + 2,
+        layer="bcx-1 | conv_gated-1 | conv_gated-1.q8_1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1",
+        ops={"SHORT_CONV": 10, "ATTN_DECODE": 6},
+    ),
+    Token("lfm2-8b-a1b-Q8_0:4", "", 1 + 7 * 2 + 7 + 8 + 2),
     Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 3, MAMBA_EXPERTS, RECURRENT_OPS),
 ]
 
@@ -306,6 +315,9 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("qwen35moe", {"block_count": 41, "nextn_predict_layers": 1}, "35B.A3B"),
         ("qwen35moe", {"block_count": 60}, "397B.A17B"),
         ("qwen3next", {"block_count": 48}, "80B.A3B"),
+        ("lfm2", {"feed_forward_length": 4608}, "350M"),
+        ("lfm2", {"feed_forward_length": 10752}, "2.6B"),
+        ("lfm2moe", {"block_count": 24}, "8B.A1B"),
         ("granitehybrid", {"embedding_length": 768, "feed_forward_length": 2048}, "350M"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 4096}, "1B"),
         ("granitehybrid", {"embedding_length": 1536, "feed_forward_length": 512}, "7B.A1B"),
@@ -335,6 +347,7 @@ UNFUSED = {
     "tiny-qwen35": {"SSM_CONV", "DELTA_NET", "SIGMOID_GLU"},
     "tiny-qwen35moe": {"DELTA_NET", "SIGMOID"},
     "tiny-qwen3next": {"DELTA_NET", "SIGMOID"},
+    "tiny-lfm2": {"SHORT_CONV", "FLASH_ATTN_EXT"},
 }
 """Ops of an architecture's own, which its tiny models run where nothing is fused."""
 
@@ -495,6 +508,11 @@ REFUSED = [
     *lacking("qwen35", "blk.0.ssm_norm.weight"),
     *lacking("qwen35moe", "blk.1.ffn_gate_inp_shexp.weight"),
     *lacking("qwen3next", "blk.0.ssm_ba.weight"),
+    keys("lfm2", r"lfm2\.shortconv\.l_cache is 0 or missing", shortconv__l_cache=None),
+    keys("lfm2", r"shortconv\.l_cache is 1, expected at least 2", shortconv__l_cache=1),
+    keys("lfm2", r"tensor blk\.0\.attn_q\.weight is missing", attention__head_count_kv=[1, 1, 1, 1]),
+    *lacking("lfm2", "blk.2.shortconv.conv.weight", "blk.1.attn_k_norm.weight", "token_embd_norm.weight"),
+    *lacking("lfm2moe", "blk.1.exp_probs_b.bias", "blk.0.ffn_up.weight"),
     keys("granitehybrid", r"time_step_rank is 7, expected a number of heads that divides ssm\.inner_size, 192", ssm__time_step_rank=7),
     keys("granitehybrid", r"ssm\.group_count is 5, expected a divisor of the 12 heads", ssm__group_count=5),
     keys("granitehybrid", r"ssm\.state_size is 18, expected a multiple of 4", ssm__state_size=18),
@@ -527,6 +545,7 @@ def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], 
         ("deci", "q8_1", None, 1),
         ("granitehybrid", "f32", "gemv", 1),
         ("qwen35", "f32", None, 1),
+        ("lfm2", "q8_1", "gemv", 1),
         ("qwen35moe", "q8_1", "gemv", 1),
         # Sinks, windows, biases, and experts chosen by the router's product or by their own.
         ("gpt-oss-MXFP4", "q8_1", "gemv", 1),

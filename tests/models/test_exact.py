@@ -32,7 +32,9 @@ VARIETIES = ("tiny-deepseek2-legacy", "tiny-deepseek2-sigmoid", "tiny-phi3-long"
 N_CTX = 96
 
 COUNTS_OF_TOKENS = {("gemv/gemv.comp", "COLS"), ("ssm/scan.comp", "TILE"), ("ssm/delta_net.comp", "TILE")}
-"""Columns of a GEMV, of which each has its own sums; tokens whose inputs a scan holds at once, one after the other."""
+COUNTS_OF_TOKENS |= {("ssm/short_conv.comp", "ONE"), ("ssm/short_conv.comp", "STORE")}
+"""Columns of a GEMV, of which each has its own sums; tokens whose inputs a scan holds at once, one after the other; whether the kernel of a
+short convolution stores a token's input itself, as that of one token does, or another stage. Its sum is the same."""
 
 BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "gemm_f32/slices.comp")
 """Kernels that add nothing up but over lanes of a unit: they may have more threads for more tokens."""

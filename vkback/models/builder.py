@@ -142,8 +142,13 @@ class GraphBuilder:
         """Of layer `il`: the last inputs of a convolution [taps or more, channels], and states of so many axes, [slots, ...]; with `paging`
         of each sequence."""
         sequences = (self.paging.n_slots,) if self.paging else ()
-        conv = Tensor(f"cache_conv_l{il}", "F32", (*sequences, taps + self.kept.slots - 2, channels), "state")
+        conv = self.convolution_state(il, taps, channels)
         return conv, Tensor(f"cache_ssm_l{il}", "F32", (*sequences, self.kept.slots, *state), "state")
+
+    def convolution_state(self, il: int, taps: int, channels: int) -> Tensor:
+        """The first of `recurrent_states`, of a layer that has no other."""
+        sequences = (self.paging.n_slots,) if self.paging else ()
+        return Tensor(f"cache_conv_l{il}", "F32", (*sequences, taps + self.kept.slots - 2, channels), "state")
 
     @property
     def keeps_each(self) -> dict[str, bool]:

@@ -62,8 +62,9 @@ class UnknownShape(SynthError):  # noqa: N818  what it says is enough
     exit_code = 2
 
 
-RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d")
-"""Small tensors of a Mamba-2 block. A decays states within a token to some hundreds, by dt and its bias, as trained models have them."""
+RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d", "conv")
+"""Small tensors of a Mamba-2 block, and the taps of a short convolution. A decays states within a token to some hundreds, by dt and its
+bias, as trained models have them."""
 
 KEPT = ("per_layer_model_proj",)
 """What llama-quantize leaves as it is."""

@@ -7,13 +7,11 @@ from collections.abc import Iterable
 DIFFUSION = "texts that are made in any order"
 RWKV = "a WKV recurrence"
 ALIBI = "attention biases by distance (ALiBi)"
-SHORT_CONVOLUTION = "layers of a short convolution with a state"
 
 LACKS: dict[str, str] = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), DIFFUSION),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
     **dict.fromkeys(("bloom", "jais", "jina-bert-v2", "mpt", "refact"), ALIBI),
-    **dict.fromkeys(("lfm2", "lfm2moe"), SHORT_CONVOLUTION),
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
     "gemma3n": "four residual streams (AltUp) and per-layer embeddings",

@@ -25,6 +25,8 @@ NAMES = (
     "granitehybrid",
     "granitemoe",
     "hunyuan_moe",
+    "lfm2",
+    "lfm2moe",
     "mamba2",
     "minimax_m2",
     "mistral3",

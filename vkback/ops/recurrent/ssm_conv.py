@@ -31,8 +31,8 @@ from vkback.ops.workgroup import Defines, workgroup_size
 from vkback.shader import Variant
 
 
-def convolved(x: Array, w: Array, bias: Array | None, pos: Array, state: Array) -> tuple[Array, Array]:
-    """silu(convolution) [n, channels] of x [n, channels], and the state after it; float64."""
+def depthwise(x: Array, w: Array, pos: Array, state: Array) -> tuple[Array, Array]:
+    """The convolution [n, channels] of x [n, channels], and the state after it; float64."""
     ring, channels = state.shape
     w = np.asarray(w, np.float64).reshape(channels, -1)
     taps = w.shape[1]
@@ -42,11 +42,18 @@ def convolved(x: Array, w: Array, bias: Array | None, pos: Array, state: Array) 
         if pos[0] >= back:
             before[taps - 1 - back] = state[(pos[0] - back) % ring]
     seen = np.concatenate([before, x])
-    y = np.zeros(x.shape) if bias is None else np.broadcast_to(np.asarray(bias, np.float64), x.shape)
+    y = np.zeros(x.shape)
     for j in range(taps):
         y = y + seen[j : j + len(x)] * w[:, j]
     for t in np.flatnonzero(pos >= 0):
         state[pos[t] % ring] = x[t]
+    return y, state
+
+
+def convolved(x: Array, w: Array, bias: Array | None, pos: Array, state: Array) -> tuple[Array, Array]:
+    """silu(convolution) [n, channels] of x [n, channels], and the state after it; float64."""
+    y, state = depthwise(x, w, pos, state)
+    y = y if bias is None else y + np.asarray(bias, np.float64)
     return np.where(pos[:, None] >= 0, y * sigmoid(y), 0.0), state
 
 

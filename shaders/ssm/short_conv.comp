@@ -1,0 +1,83 @@
+#version 450
+// SHORT_CONV: the gated short convolution of LFM2, y[t, c] = C[t, c] * sum over j of w[c, j] * (B x)[t - (TAPS - 1) + j, c], and its state.
+//
+// Bindings in this order (STORE 1: bcx, pos, state):
+//   bcx    F32 [n, 3 channels]; a row is B, C and x
+//   w      F32 [channels, TAPS]
+//   pos    I32 [n]; -1: padding, which is at the end, gives zeros and is not stored
+//   state  F32 [RING, channels] (ssm/taps.glsl), of B x
+//   y      F32 [n, channels] (STORE 0)
+//   [BIND_SLOTS: slots I32 [n]: each token is of a sequence of its own, whose state is number slots[t]; state then has one more axis in front]
+//
+// ONE 1: every token is alone, its sequence's only one in this batch: thread (x, y) computes channel x of token y, and stores its B x.
+// ONE 0: STORE 0 computes the tokens of one sequence. STORE 1 runs in a later stage, because the first tokens of other workgroups still need
+// the rows that it overwrites: thread (x, y) stores channel x of the y-th last token that is not padding.
+#include "common/sentinel.glsl"
+
+layout(local_size_x = WG_SIZE) in;
+
+layout(push_constant) uniform Push {
+    uint n;
+    uint channels;
+} p;
+
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InBcx { float bcx[]; };
+#if STORE
+layout(std430, set = 0, binding = 1) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = 2) writeonly buffer State { float state[]; };
+#else
+layout(std430, set = 0, binding = 1) readonly buffer InW { float w[]; };
+layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
+layout(std430, set = 0, binding = 3) buffer State { float state[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer OutY { float y[]; };
+#endif
+
+#ifdef BIND_SLOTS
+layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slots[]; };
+#define SEQUENCE uint(slots[gl_WorkGroupID.y])
+#else
+#define SEQUENCE 0u
+#endif
+
+#define B_OF(token, c) bcx[(token) * 3u * p.channels + (c)]
+#define C_OF(token, c) bcx[((token) * 3u + 1u) * p.channels + (c)]
+#define X_OF(token, c) bcx[((token) * 3u + 2u) * p.channels + (c)]
+#define CONV_X(token, c) (B_OF(token, c) * X_OF(token, c))
+#define CONV_ROW(row, c) state[(SEQUENCE * RING + (row)) * p.channels + (c)]
+#include "ssm/taps.glsl"
+
+void main() {
+    const uint c = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x;
+    if (c >= p.channels) return;
+#if STORE
+    // Number of tokens before the padding, by binary search.
+    uint real = 0u, end = p.n;
+    while (real < end) {
+        const uint middle = (real + end) / 2u;
+        if (pos[middle] >= 0) real = middle + 1u;
+        else end = middle;
+    }
+    const uint last = gl_WorkGroupID.y;
+    if (last < real) CONV_ROW(uint(pos[real - 1u - last]) % RING, c) = CONV_X(real - 1u - last, c);
+#else
+    const uint t = gl_WorkGroupID.y;
+    const int at = pos[t];
+    float sum = 0.0;
+  #if ONE
+    for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, at, c, back), sum);
+    float b, x;
+    SPIN_UNTIL(b = B_OF(t, c), arrived(b));
+    SPIN_UNTIL(x = X_OF(t, c), arrived(x));
+    const float own = b * x;
+    // No tap of this token reads the row of the ring that is written here.
+    if (at >= 0) CONV_ROW(uint(at) % RING, c) = own;
+  #else
+    for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(t, at, c, back), sum);
+    const float own = CONV_X(t, c);
+  #endif
+    sum = fma(w[c * TAPS + TAPS - 1u], own, sum);
+    float gate;
+    SPIN_UNTIL(gate = C_OF(t, c), arrived(gate));
+    y[t * p.channels + c] = at >= 0 ? not_sentinel(gate * sum) : 0.0;
+#endif
+}
