@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from make_gguf import llama_metadata, llama_tensors, write_gguf
@@ -12,6 +14,8 @@ from make_gguf import llama_metadata, llama_tensors, write_gguf
 from vkback.gguf.file import GgufTensor
 from vkback.models import GgufFile
 from vkback.models.architecture import ARCHITECTURES
+from vkback.models.keys import SECTIONS
+from vkback.models.shape import ModelShape
 from vkback.models.synth import SHAPES, synthesize
 
 ALL_TINY = [name for name in SHAPES if name.startswith("tiny-")]
@@ -19,6 +23,40 @@ TINY = [name for name in ALL_TINY if ARCHITECTURES[SHAPES[name].arch].causal]
 """Shapes of models that make text."""
 ENCODERS = [name for name in ALL_TINY if name not in TINY]
 """Shapes of models that make vectors of texts alone."""
+
+
+UNIT = 32
+"""Values that share a scale in a quantized cache: heads there are whole units."""
+
+
+def in_whole_units(s: ModelShape) -> ModelShape:
+    """The shape with heads of as many whole units as hold what it has; RoPE turns more where it turns whole heads, or keys behind a
+    latent."""
+
+    def up(n: int) -> int:
+        return -(-n // UNIT) * UNIT
+
+    m, width = dict(s.metadata), up(s.head_dim)
+    if "attention.kv_lora_rank" in m:
+        more = up(m["attention.key_length"]) - m["attention.key_length"]
+        for key in ("attention.key_length", "attention.key_length_mla", "rope.dimension_count"):
+            m |= {key: m[key] + more} if key in m else {}
+        return replace(s, metadata=m)
+    for key in ("attention.key_length_swa", "attention.value_length_swa"):
+        m |= {key: up(m[key])} if key in m else {}
+    if SECTIONS in m and not s.rope_dims:
+        first, *rest = m[SECTIONS]
+        m[SECTIONS] = (first + (width - s.head_dim) // 2, *rest)
+    # A layer of deci with a matrix in the place of attention has heads as wide as the stream.
+    n_embd = s.n_head * width if any(layer.n_head and not layer.n_head_kv for layer in s.layers) else s.n_embd
+    return replace(s, n_embd=n_embd, head_dim=width, metadata=m)
+
+
+def tiny_in_whole_units(name: str, path: Path) -> Path:
+    """A tiny model of that shape."""
+    with patch.dict(SHAPES, {f"{name}-units": in_whole_units(SHAPES[name])}):
+        synthesize(f"{name}-units-Q8_0", path)
+    return path
 
 
 def tiny(arch: str, folder: Path) -> Path:

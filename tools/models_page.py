@@ -38,8 +38,8 @@ HEAD = """# Models
 Made by `tools/models_page.py` from the files that it names; change those.
 
 A file runs where its `general.architecture` is one of these, in every weight type of the format. Tests go through all of them with
-prompts and single tokens, states that are saved and restored, batches of sequences and `--exact`, and through some with every type of
-cache and with adapters (tests/models). Other names are refused in one line that says what is lacking (vkback/models/unsupported.py).
+prompts whole and in pieces, single tokens, caches of F16, Q8_0 and Q4_0, states that are saved and restored, batches of sequences,
+`--exact` and adapters (tests/models). Other names are refused in one line that says what is lacking (vkback/models/unsupported.py).
 
 Compared: logits of tiny models with random weights and odd sizes, by a class of the `transformers` package in float64. In the float path
 NMSE is at most 1e-6, with activations of 8 bits 1e-3, and 64 greedy tokens agree wherever margins allow (tests/models/test_references.py).
