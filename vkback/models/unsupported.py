@@ -7,22 +7,30 @@ from collections.abc import Iterable
 DIFFUSION = "texts that are made in any order"
 RWKV = "a WKV recurrence"
 ALIBI = "attention biases by distance (ALiBi)"
+INDEXER = "an indexer that chooses the rows which attention reads"
 
 LACKS: dict[str, str] = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), DIFFUSION),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
     **dict.fromkeys(("bloom", "jais", "jina-bert-v2", "mpt", "refact"), ALIBI),
+    **dict.fromkeys(("deepseek32", "glm-dsa"), INDEXER),
+    **dict.fromkeys(("t5", "t5encoder"), "an encoder with attention biases by distance in buckets"),
+    "deepseek4": "hyper-connections and attention to compressed rows",
+    "gemma4-assistant": "layers that read another model's cache",
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
     "gemma3n": "four residual streams (AltUp) and per-layer embeddings",
-    "glm-dsa": "an indexer that chooses the rows which attention reads",
+    "grovemoe": "experts that a group of experts shares",
     "jamba": "the scan of Mamba-1",
     "kimi-linear": "a delta net whose decay differs by channel (KDA)",
+    "mimo2": "a scale of V and numbers of heads that differ by layer",
     "mamba": "the scan of Mamba-1",
     "nemotron": "a feed-forward with squared ReLU",
     "plamo2": "the scan of Mamba-1",
     "nomic-bert-moe": "experts without a gate",
-    "t5": "an encoder and attention to what it made",
+    "qwen4exp": "hyper-connections, embeddings of n-grams and an indexer",
+    "smallthinker": "a router that reads what comes before attention",
+    "step35": "a gate for each head, and heads and clamps that differ by layer",
     "wavtokenizer-dec": "audio for an output",
 }
 """By `general.architecture`. What has no entry needs a file of vkback/models/architectures, and no more that is known of."""
