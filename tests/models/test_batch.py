@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_models import TINY
+from tiny_models import TINY, tiny_in_whole_units
 
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
@@ -120,11 +120,16 @@ def test_texts_of_every_architecture_are_those_of_each_alone(shape: str, tmp_pat
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize(
-    ("shape", "k", "v"), [("tiny-llama", "q8_0", "q4_0"), ("tiny-deepseek2", "q4_0", "q4_0"), ("tiny-llama", "f32", "f16")]
+    ("shape", "k", "v"),
+    [
+        ("tiny-llama", "q8_0", "q4_0"),
+        ("tiny-deepseek2", "q4_0", "q4_0"),
+        ("tiny-llama", "f32", "f16"),
+        *(pytest.param(shape, "q8_0", "q4_0", marks=pytest.mark.exhaustive) for shape in TINY if shape != "tiny-llama"),
+    ],
 )
 def test_texts_over_every_type_of_cache(shape: str, k: str, v: str, tmp_path: Path, device: Device) -> None:
-    path = tmp_path / "model.gguf"
-    synthesize(f"{shape}-Q8_0", path)
+    path = tiny_in_whole_units(shape, tmp_path / "model.gguf")
     with Engine.load(path, device, n_ctx=N_CTX, act="f32", cache_type_k=k, cache_type_v=v) as engine:
         wanted = requests(8, engine.model.hp.n_vocab, 3)
         with Batch(engine, sequences=4, page=PAGE, rows=12 * PAGE, pinned=True) as batch:
