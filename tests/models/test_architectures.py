@@ -315,6 +315,7 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("qwen35moe", {"block_count": 41, "nextn_predict_layers": 1}, "35B.A3B"),
         ("qwen35moe", {"block_count": 60}, "397B.A17B"),
         ("qwen3next", {"block_count": 48}, "80B.A3B"),
+        ("lfm2", {"feed_forward_length": 2560}, "230M"),
         ("lfm2", {"feed_forward_length": 4608}, "350M"),
         ("lfm2", {"feed_forward_length": 10752}, "2.6B"),
         ("lfm2moe", {"block_count": 24}, "8B.A1B"),

@@ -273,6 +273,13 @@ def test_rows_are_stored_before_the_first_layer_that_reads_them(profile: str, ti
             stored |= {t.name for t in node.outputs if t.kind == "state"}
 
 
+def test_lfm2_has_a_window_where_the_file_says_so(tiny: Tiny) -> None:
+    path = tiny("tiny-lfm2")
+    windowed = nodes_of(changed(path, metadata={"attention.sliding_window": 9}))
+    assert [nodes[f"kqv_out-{il}"].params.get("window", 0) for nodes in (nodes_of(path), windowed) for il in (1, 3)] == [0, 0, 9, 9]
+    assert {name for name, node in windowed.items() if node.op == "SHORT_CONV"} == {"conv_gated-0", "conv_gated-2"}
+
+
 def test_llama4_sees_chunks_in_three_layers_of_four(tiny: Tiny) -> None:
     path = tiny("tiny-llama4")
     nodes = nodes_of(path)

@@ -1,8 +1,8 @@
-"""The `lfm2` architecture: Liquid AI's LFM2 350M to 2.6B.
+"""The `lfm2` architecture: Liquid AI's LFM2 and LFM2.5, 230M to 2.6B.
 
 As llama, but RoPE pairs value i with value i + n_dims/2, every head of Q and K is RMS-normed, and a layer whose `attention.head_count_kv`
-is 0 has a gated short convolution in the place of attention (vkback/models/short_conv.py). The norm behind the last layer is stored as
-token_embd_norm.
+is 0 has a gated short convolution in the place of attention (vkback/models/short_conv.py). Attention sees a sliding window where the
+file has one. The norm behind the last layer is stored as token_embd_norm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from vkback.models.builder import GraphBuilder
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 from vkback.models.short_conv import TAPS, short_conv, short_conv_tensors
 
-SIZES = {4608: "350M", 6912: "700M", 8192: "1.2B", 10752: "2.6B"}
+WINDOW = "attention.sliding_window"
+
+SIZES = {2560: "230M", 4608: "350M", 6912: "700M", 8192: "1.2B", 10752: "2.6B"}
 """By the width of the feed-forward."""
 
 
@@ -30,7 +32,7 @@ class Lfm2(Architecture):
     recurrent = True
     vocabulary = "lfm2"
     output_norm = "token_embd_norm"
-    keys = frozenset({TAPS})
+    keys = frozenset({TAPS, WINDOW})
     required: ClassVar[tuple[str, ...]] = (TAPS,)
     varying = frozenset({"attention.head_count_kv"})
     shapes: ClassVar = {
@@ -78,7 +80,7 @@ class Lfm2(Architecture):
         normed = attention_norm(b, x, il)
         if self.n_head_kv[il]:
             heads = replace(self.hp.heads, n_kv=self.n_head_kv[il])
-            mixed = attention(b, normed, il, rope=self.hp.rope, heads=heads, qk_norm=rms_norm)
+            mixed = attention(b, normed, il, rope=self.hp.rope, heads=heads, qk_norm=rms_norm, window=self.hp.window)
         else:
             mixed = short_conv(b, normed, il, self.taps)
         x = b.last_token(b.add(mixed, x, f"ffn_inp-{il}"), il)

@@ -26,7 +26,7 @@ DENSE = "leading_dense_block_count"
 @register
 class Lfm2Moe(Lfm2):
     name = "lfm2moe"
-    keys = frozenset({TAPS, DENSE}) | EXPERTS
+    keys = Lfm2.keys | EXPERTS | {DENSE}
     settled: ClassVar = {"expert_gating_func": 2}
     required = (TAPS, "expert_count")
     sizes: ClassVar = {24: "8B.A1B", 40: "24B.A2B"}
