@@ -81,6 +81,14 @@ CASES: dict[str, tuple[str, str]] = {
 """Name -> template, and the text that transformers 5.24 makes of it and MESSAGES."""
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_have_the_name_that_the_template_reads(name: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": "y", name: "Hm."}]
+    for read in ("reasoning_content", "thinking"):
+        assert render("{{ messages[1]." + read + " }}", messages, model="a test") == "Hm."
+    assert render("{{ messages[1].thinking is defined }}", [*USER, *USER], model="a test") == "False"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_templates_give_what_transformers_gives(name: str) -> None:
     template, text = CASES[name]

@@ -159,10 +159,20 @@ def conversation_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
             or ("content" not in message and role != "assistant")
         ):
             raise ChatTemplateError(f"[chat] message {i} is {message!r}, expected a dict with role and content")
-        conversation.append(joined(message, f"message {i}"))
+        conversation.append(_with_thoughts(joined(message, f"message {i}")))
     if not conversation:
         raise ChatTemplateError("[chat] there are no messages; give at least one, as [{'role': 'user', 'content': 'Hello'}]")
     return conversation
+
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What clients and templates call the thoughts of a message."""
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its thoughts, if it has any, under the names that templates read."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 OWN_VARIABLES = ("messages", "bos_token", "eos_token")
