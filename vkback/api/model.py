@@ -36,7 +36,7 @@ from vkback.api.tools.use import ToolLike, ToolUse, tool_use
 from vkback.api.turns import Turns
 from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
 from vkback.engine.batch.batch import SEQUENCES, Batch
-from vkback.engine.constraint import Constraint, JsonGrammar
+from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
 from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
@@ -231,8 +231,8 @@ class ChatPrompt:
         return MessageReader(marks) if self.use is None else self.use.reader(marks)
 
     def reader_for(self, options: Options) -> MessageReader:
-        """Of a reply with these options: JSON by schema alone is all answer."""
-        return self.reader(thoughts=options.json_schema is None or self.use is not None)
+        """Of a reply with these options: JSON by schema alone, or a text by grammar, is all answer."""
+        return self.reader(thoughts=options.form is None or self.use is not None)
 
 
 MOVED_SYSTEM = "the chat template has no place for a system message; it stands before the first message of the user"
@@ -434,14 +434,14 @@ class LoadedModel:
         for i, prompt in enumerate(found or []):
             self.require_room(prompt, f"prompts[{i}]: ")
             ids = self.ids(prompt, start=True, name=f"prompts[{i}]")
-            asked.append(TextRequest(ids, checked, partial(self.constraint, checked.json_schema)))
+            asked.append(TextRequest(ids, checked, partial(self.constraint, checked.form)))
         return self._batch_of(asked, sequences, n, "prompts")
 
     def _for_batch(self, options: Mapping[str, Any]) -> Options:
         checked = Options.of(options, self.n_vocab)
         if checked.logits_processor:
             raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
-        self.constraint(checked.json_schema)  # whether there is one is known before anything runs
+        self.constraint(checked.form)  # whether there is one is known before anything runs
         return checked
 
     def _batch_of(self, asked: Sequence[TextRequest], sequences: int | None, n: int, name: str) -> BatchStream:
@@ -828,15 +828,20 @@ class LoadedModel:
     def _grammar(self) -> JsonGrammar:
         return JsonGrammar(self.tokenizer, self.n_vocab)
 
-    def constraint(self, schema: Mapping[str, Any] | str | None) -> Constraint | None:
-        """What a text of a JSON schema is held to; None without one. Raises ConstraintError for a schema that cannot be compiled."""
-        return None if schema is None else self._grammar.constraint(schema)
+    def constraint(self, form: Mapping[str, Any] | str | None) -> Constraint | None:
+        """What a text of a JSON schema, or of a Gbnf, is held to; None without one. Raises ConstraintError for one that cannot be
+        compiled."""
+        if form is None:
+            return None
+        return self._grammar.of_gbnf(form) if isinstance(form, Gbnf) else self._grammar.constraint(form)
 
     def constraint_of(self, prompt: Prompt | ChatPrompt, options: Options) -> Constraint | None:
         """What a reply to a prompt is held to, by its schema and its tools. Raises ConstraintError."""
         if isinstance(prompt, ChatPrompt) and prompt.use is not None:
+            if options.grammar is not None:
+                raise ModelError("[model] grammar and tools exclude each other: each says what a reply is; leave one of them out")
             return prompt.use.constraint(lambda: self._grammar, prompt.marks, options.json_schema)
-        return self.constraint(options.json_schema)
+        return self.constraint(options.form)
 
     @contextmanager
     def using(self, what: str, session: Session | None = None, *, keep: bool = False, text: EngineText | None = None) -> Iterator[Engine]:

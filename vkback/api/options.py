@@ -13,6 +13,7 @@ from typing import Any, TypedDict, TypeVar
 
 from vkback.api import given
 from vkback.api.errors import ModelError
+from vkback.engine.constraint import Gbnf
 from vkback.engine.host_loop import LogitsProcessor
 from vkback.engine.sampler import FIRST, SAMPLERS, ChainSettings, Sampler
 from vkback.errors import did_you_mean
@@ -55,6 +56,7 @@ class GenerateOptions(TypedDict, total=False):
     draft_max    drafts of a step at most, 0 for none; None: as the model was loaded
     json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole: a dict, JSON, or a class of
                  pydantic; needs `vkback[json]`
+    grammar      the text is of this grammar, in llama.cpp's language, GBNF, and ends when nothing more may come; needs `vkback[json]`
     """
 
     max_tokens: int | None
@@ -89,6 +91,7 @@ class GenerateOptions(TypedDict, total=False):
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     draft_max: int | None
     json_schema: Mapping[str, Any] | str | type | None
+    grammar: str | None
 
 
 def with_keywords(method: Method) -> Method:
@@ -118,6 +121,7 @@ class Options(ChainSettings):
     logits_processor: tuple[LogitsProcessor, ...] = ()
     draft_max: int | None = None
     json_schema: str | None = None
+    grammar: str | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], n_vocab: int | None = None) -> Options:
@@ -128,8 +132,11 @@ class Options(ChainSettings):
                 near = f" Did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else did_you_mean(name, known)
                 raise ModelError(f"[model] no option is called {name!r}.{near} There are {', '.join(known)}")
         checked = cls(**{name: CHECKS[name](name, value) for name, value in options.items()})
-        if checked.ignore_eos and checked.json_schema is not None:
-            raise given.wrong("ignore_eos", True, "False with json_schema, which says where the text ends")
+        if checked.ignore_eos and checked.form is not None:
+            which = "json_schema" if checked.grammar is None else "grammar"
+            raise given.wrong("ignore_eos", True, f"False with {which}, which says where the text ends")
+        if checked.grammar is not None and checked.json_schema is not None:
+            raise ModelError("[model] json_schema and grammar exclude each other: each says what the text is; give one of them")
         for name, ids in (("logit_bias", checked.logit_bias or ()), ("stop", checked.stop_ids)):
             for token in ids:
                 if n_vocab is not None and not 0 <= token < n_vocab:
@@ -151,6 +158,11 @@ class Options(ChainSettings):
             tuple(sorted((self.logit_bias or {}).items())),
             **self.settings,
         )
+
+    @property
+    def form(self) -> str | None:
+        """What the text is held to: a JSON schema, or a Gbnf."""
+        return self.json_schema if self.grammar is None else Gbnf(self.grammar)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -281,6 +293,12 @@ def _schema(name: str, value: Any) -> str | None:
         raise given.wrong(name, value, f"{expected}; of this one JSON cannot be made: {e}") from e
 
 
+def _grammar(name: str, value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise given.wrong(name, value, 'a grammar of llama.cpp\'s, as root ::= "yes" | "no", or None')
+    return value or None
+
+
 _share = partial(given.number, expected="a number from 0 to 1", least=0.0, most=1.0)
 _any = partial(given.number, expected="a number")
 
@@ -317,6 +335,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "logits_processor": _processors,
     "draft_max": _count,
     "json_schema": _schema,
+    "grammar": _grammar,
 }
 """Each option's check: takes its name and what was given, returns what it stands for."""
 

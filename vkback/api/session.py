@@ -83,8 +83,8 @@ class Session:
             self.model.require_open(what)
             self.end_stream(what)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
-            return self._shared_stream([*self._tokens, *new], checked, self.model.constraint(checked.json_schema))
-        constraint = self.model.constraint(checked.json_schema)
+            return self._shared_stream([*self._tokens, *new], checked, self.model.constraint(checked.form))
+        constraint = self.model.constraint(checked.form)
         with self.model.using(what, self) as engine:
             self._settle(engine)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
@@ -147,7 +147,7 @@ class Session:
     ) -> Stream:
         """The whole conversation as `messages`, or one message of the user. Of the text that the session has, what the conversation begins
         with is kept and not read again (`Timings.reused_tokens`). If the last message is the assistant's, the reply goes on with it. What a
-        model thinks before it answers is in `reasoning` of pieces and result, not in `text`; not so with json_schema, which holds all.
+        model thinks before it answers is in `reasoning` of pieces and result, not in `text`; not so with a schema or grammar.
 
         template         a jinja2 template, or "plain" or "chatml", in the place of the file's own. The built-in models have none: without
                          one they take `plain`, and stop at "User:"
@@ -167,7 +167,7 @@ class Session:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
         checked = Options.of(options, self.model.n_vocab)
         self.model.require_room(prompt)
-        constraint = self.model.constraint(checked.json_schema)
+        constraint = self.model.constraint(checked.form)
         return self.stream_of("session.stream_from", self.model.ids(prompt, start=True), checked, constraint)
 
     def stream_of(

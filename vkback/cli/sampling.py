@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import UsageError
+from vkback.cli.shell import UsageError, read_text
 from vkback.errors import VkbackError
 
 TempOption = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")]
@@ -73,8 +74,17 @@ SAMPLERS = {
         Annotated[str | None, typer.Option("--sampling-seq", "--sampler-seq", help="The same by letters, as edskypmxt.")],
         None,
     ),
+    "grammar": (
+        Annotated[str | None, typer.Option("--grammar", metavar="GBNF", help="The text is of this grammar, in llama.cpp's language.")],
+        None,
+    ),
+    "grammar_file": (Annotated[Path | None, typer.Option("--grammar-file", metavar="FILE", help="A file with it.")], None),
+    "json_schema": (
+        Annotated[str | None, typer.Option("-j", "--json-schema", metavar="JSON", help="The text is JSON of this schema.")],
+        None,
+    ),
 }
-"""Options of samplers that are off by default, by the names of GenerateOptions."""
+"""Options that are off by default, by the names of GenerateOptions: samplers, and what the text is held to."""
 
 
 def with_samplers(command: Callable[..., None]) -> Callable[..., None]:
@@ -103,6 +113,10 @@ def _asked(options: dict[str, Any]) -> Mapping[str, Any]:
         options["samplers"] = options.pop("sampling_seq")
     if (breakers := options.get("dry_sequence_breakers")) is not None:
         options["dry_sequence_breakers"] = [] if breakers == ["none"] else [b.replace("\\n", "\n").replace("\\t", "\t") for b in breakers]
+    if (file := options.pop("grammar_file", None)) is not None:
+        if "grammar" in options:
+            raise UsageError("--grammar and --grammar-file exclude each other: each gives the grammar")
+        options["grammar"] = read_text(file, "--grammar-file")
     try:
         Options.of(options)
     except VkbackError as e:

@@ -1,4 +1,4 @@
-"""Texts that must be JSON of a schema: before each token a mask of those that may come.
+"""Texts that must be JSON of a schema, or of a grammar: before each token a mask of those that may come.
 
 The grammar is that of the `llguidance` package (the extra `vkback[json]`); the mask goes to the device, where PENALTIES takes the other
 tokens out (vkback/ops/sampling/penalties.py).
@@ -26,8 +26,12 @@ SPACE = r" |\n {0,24}|\n\t{0,8}"
 NOT_TEXT = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.UNUSED)
 
 
+class Gbnf(str):
+    """A grammar in llama.cpp's language (vkback/engine/gbnf.py), where else a JSON schema stands."""
+
+
 class ConstraintError(VkbackError):
-    """A schema that cannot be compiled, or a text that cannot go on within it."""
+    """A schema or grammar that cannot be compiled, or a text that cannot go on within it."""
 
 
 class Constraint(Protocol):
@@ -52,7 +56,9 @@ class JsonGrammar:
         try:
             from llguidance import LLTokenizer
         except ImportError as e:
-            raise ConstraintError("[json] JSON by schema needs llguidance, which is not installed: pip install 'vkback[json]'") from e
+            raise ConstraintError(
+                "[json] JSON by schema, or a text by grammar, needs llguidance, which is not installed: pip install 'vkback[json]'"
+            ) from e
         self._words = mask_words(n_vocab)
         self._vocabulary = _Vocabulary(tokenizer, n_vocab)
         vocabulary: Any = self._vocabulary
@@ -73,6 +79,17 @@ class JsonGrammar:
         except ValueError as e:
             raise ConstraintError(f"[json] the schema cannot be read: {e}") from e
         return self._compiled(grammar, "schema")
+
+    def of_gbnf(self, grammar: str) -> SchemaConstraint:
+        """A text of a grammar in llama.cpp's language. Raises ConstraintError, which names the line."""
+        from llguidance import LLMatcher
+
+        from vkback.engine.gbnf import GbnfError, to_lark
+
+        try:
+            return self._compiled(LLMatcher.grammar_from_lark(to_lark(grammar)), "grammar")
+        except GbnfError as e:
+            raise ConstraintError(str(e)) from e
 
     def knows(self, schema: Mapping[str, Any]) -> bool:
         """Whether a text can be held to a schema."""

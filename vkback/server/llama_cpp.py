@@ -15,7 +15,7 @@ from vkback.api import Chunk, GenerateOptions, Result
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.server import replies
 from vkback.server.errors import BadRequest, ServerError
-from vkback.server.schema import MAX_STOPS, JsonFields, PromptText, Sampling, StopText, TokenId, nothing_but
+from vkback.server.schema import MAX_STOPS, JsonFields, PromptText, Sampling, StopText, TokenId
 
 MAX_BIASES = 1024
 
@@ -28,7 +28,6 @@ class NativeFields(Sampling):
     n_probs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="a whole number from 0 to 20")
     logit_bias: Any = Field(default=None, description="a list of pairs, as [[50, -1.5], [51, false]]")
     json_schema: dict[str, Any] | bool | None = Field(default=None, description="a JSON schema, an object, true or false")
-    grammar: Annotated[None, nothing_but(why="grammars are not supported; give json_schema")] = None
     return_tokens: bool | None = Field(default=None, description="true or false")
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="a whole number of at least -1")
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
@@ -41,6 +40,8 @@ class NativeFields(Sampling):
         options = self.generate_options(n_vocab, limit, limit, wanted)
         options["logit_bias"] = _biases(biases, n_vocab)
         if self.json_schema is not None:
+            if options.get("grammar") is not None:
+                raise BadRequest("[server] grammar: expected none beside json_schema, for each says what the text is", "grammar")
             options["json_schema"] = json.dumps(self.json_schema)
         if self.repeat_last_n is not None:
             options["penalty_last_n"] = self.repeat_last_n

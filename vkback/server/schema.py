@@ -34,6 +34,7 @@ SHOWN_CHARS = 60
 """Of a wrong value, in an error."""
 
 MAX_STOP_CHARS, MAX_STOPS = 4096, 256
+MAX_GRAMMAR_CHARS = 1 << 16
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -166,6 +167,9 @@ class Sampling(JsonFields):
     samplers: Annotated[list[str] | str, AfterValidator(_samplers)] | None = Field(
         default=None, description=f"a list of names, each once, of {', '.join(SAMPLERS)}, or their letters"
     )
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = Field(
+        default=None, description=f"a grammar in llama.cpp's language, of at most {MAX_GRAMMAR_CHARS} characters"
+    )
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = Field(
         default=None, description='at most 1024 token ids, each with a number from -100 to 100, as {"50": -100}'
     )
@@ -212,7 +216,13 @@ class Sampling(JsonFields):
             options["repeat_penalty"] = self.repeat_penalty
         if self.response_format is not None:
             options["json_schema"] = self.response_format.schema_of_text()
+        if self.grammar:
+            if options.get("json_schema") is not None:
+                raise BadRequest("[server] grammar: expected none beside response_format, for each says what the text is", "grammar")
+            options["grammar"] = self.grammar
         if self.ignore_eos:
+            if options.get("grammar") is not None:
+                raise BadRequest("[server] ignore_eos: expected false with grammar, which says where the text ends", "ignore_eos")
             if options.get("json_schema") is not None:
                 raise BadRequest("[server] ignore_eos: expected false with response_format, which says where the text ends", "ignore_eos")
             options["ignore_eos"] = True
