@@ -7,6 +7,7 @@ from vkback.api.messages import Message
 from vkback.api.model import LoadedModel, load
 from vkback.api.options import GenerateOptions
 from vkback.api.result import Chunk, FinishReason, Result, Timings, TokenLogprob
+from vkback.api.score import Score
 from vkback.api.session import Session
 from vkback.api.stream import Stream
 from vkback.api.trainer import Trainer
@@ -26,6 +27,7 @@ __all__ = [
     "ModelError",
     "Progress",
     "Result",
+    "Score",
     "Session",
     "Stream",
     "Timings",

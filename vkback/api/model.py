@@ -6,7 +6,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,6 +28,8 @@ from vkback.api.message import MessageReader
 from vkback.api.options import GenerateOptions, Options, with_keywords
 from vkback.api.reasoning import NO_MARKS, Marks, marks_of
 from vkback.api.result import Result
+from vkback.api.score import Score
+from vkback.api.score import score as score_of
 from vkback.api.session import Session
 from vkback.api.shared import SharedTexts, TextRequest
 from vkback.api.stream import EngineText, Stream
@@ -648,12 +650,50 @@ class LoadedModel:
 
     # -- numbers
 
-    def logits(self, tokens: Prompt) -> npt.NDArray[np.float32]:
-        """Logits after each token, from an empty context: float32 [n, n_vocab]."""
+    @overload
+    def logits(self, tokens: Prompt) -> npt.NDArray[np.float32]: ...
+
+    @overload
+    def logits(self, tokens: Prompts) -> list[npt.NDArray[np.float32]]: ...
+
+    def logits(self, tokens: Prompt | Prompts) -> npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]:
+        """Logits after each token, from an empty context: float32 [n, n_vocab]; of a list of texts one for each."""
+        if (several := given.several(tokens)) is not None:
+            return [self.logits(each) for each in several]
         with self.using("logits") as engine:
-            ids = self.ids(tokens, start=True)
+            ids = self.ids(cast(Prompt, tokens), start=True)
             return engine.prompt_logits(ids)
 
+    @overload
+    def score(self, text: Prompt, *, after: Prompt = "") -> Score: ...
+
+    @overload
+    def score(self, text: Prompts, *, after: Prompt = "") -> list[Score]: ...
+
+    def score(self, text: Prompt | Prompts, *, after: Prompt = "") -> Score | list[Score]:
+        """How likely a given text is, token by token, from an empty context; of a list of texts one for each.
+
+        after  what stands before it, which is not scored
+
+        Raises ContextLengthError where both are longer than the context, ModelError for a text without a token.
+        """
+        if (several := given.several(text)) is not None:
+            return [self.score(each, after=after) for each in several]
+        with self.using("score") as engine:
+            nothing = isinstance(after, Sized) and not len(after)
+            before = self._start if nothing else self.ids(after, start=True)
+            ids = [*before, *self.ids(cast(Prompt, text), start=not before)]
+            if len(ids) > self.n_ctx:
+                raise too_long(len(ids), self.n_ctx)
+            return score_of(engine, ids, max(len(before), 1))
+
+    @property
+    def _start(self) -> list[int]:
+        """What a text begins with."""
+        tokenizer = self.tokenizer
+        return [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+
+    @overload
     def perplexity(
         self,
         text: Prompt,
@@ -663,13 +703,40 @@ class LoadedModel:
         sequences: int | None = None,
         on_chunk: Callable[[float], None] | None = None,
         on_scored: OnScored | None = None,
-    ) -> Perplexity:
-        """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored.
+    ) -> Perplexity: ...
+
+    @overload
+    def perplexity(
+        self,
+        text: Prompts,
+        *,
+        chunk: int = 512,
+        n_chunks: int | None = None,
+        sequences: int | None = None,
+        on_chunk: Callable[[float], None] | None = None,
+        on_scored: OnScored | None = None,
+    ) -> list[Perplexity]: ...
+
+    def perplexity(
+        self,
+        text: Prompt | Prompts,
+        *,
+        chunk: int = 512,
+        n_chunks: int | None = None,
+        sequences: int | None = None,
+        on_chunk: Callable[[float], None] | None = None,
+        on_scored: OnScored | None = None,
+    ) -> Perplexity | list[Perplexity]:
+        """Perplexity of a text by llama-perplexity's rule: of chunks of `chunk` tokens (at most the context) the second half is scored; of
+        a list of texts one for each.
 
         sequences  chunks that are read side by side, default: as many as pay on the device and fit into its memory; with `exact`, and of
                    recurrent models, one. Programs of other sizes round otherwise, which moves the last digits of the value
         on_chunk, on_scored  as in vkback/evaluate/perplexity.py
         """
+        if (several := given.several(text)) is not None:
+            how = {"chunk": chunk, "n_chunks": n_chunks, "sequences": sequences, "on_chunk": on_chunk, "on_scored": on_scored}
+            return [self.perplexity(each, **cast(Any, how)) for each in several]
         size = min(given.whole("chunk", chunk, "a whole number, 1 or more", 1), self.n_ctx)
         if n_chunks is not None:
             n_chunks = given.whole("n_chunks", n_chunks, "a whole number, 1 or more, or None", 1)
@@ -677,7 +744,7 @@ class LoadedModel:
             sequences = given.whole("sequences", sequences, "a whole number, 1 or more, or None", 1)
         with self.using("perplexity") as engine:
             logits = partial(engine.logits_side_by_side, at_once=sequences)
-            ids = self.ids(text, start=True)
+            ids = self.ids(cast(Prompt, text), start=True)
             bos = self.tokenizer.bos if self.tokenizer.add_bos else None
             return perplexity_of(ids, logits, bos=bos, n_ctx=size, n_chunks=n_chunks, on_chunk=on_chunk, on_scored=on_scored)
 

@@ -200,6 +200,28 @@ class Session:
                 engine.reset()
         self._tokens = []
 
+    def rewind(self, n: int) -> None:
+        """Keep the first n tokens of the text; below 0: all but the last -n. What of them has gone through the model is not read again but
+        where states are recurrent, which hold all tokens or none. Raises ModelError for more than there
+        are."""
+        length = len(self._tokens)
+        expected = f"a whole number, from {-length} to {length}: how many of the session's tokens stay"
+        n = given.whole("n", n, expected, -length)
+        if n > length:
+            raise given.wrong("n", n, expected)
+        n = n + length if n < 0 else n
+        if self._shared:
+            self.model.require_open("session.rewind")
+            self.end_stream("session.rewind")
+        else:
+            with self.model.using("session.rewind", self) as engine:
+                self._settle(engine)
+                kept = max(n - 1, 0)  # the last token goes through the model once more, to give the logits of the next
+                if engine.n_past > kept and not engine.rewind(kept):
+                    engine.rewind(0)
+        self._went_on = self._went_on or self._shared
+        del self._tokens[n:]
+
     def fork(self) -> Session:
         """A second session with the same text; what one appends the other never sees."""
         if self._shared:
