@@ -24,7 +24,7 @@ TOKEN = re.compile(r"<\[\d+\]>|<[^<>\s\[\]]+>")
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^", "/": "/"}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
-MOST_REPEATED = 2000
+MAX_REPEATED = 2000
 """Times that a part may be repeated by a number."""
 
 
@@ -147,8 +147,8 @@ class _Reader:
         if not times and self.text.startswith("{", self.at):
             found = self._take(REPEATED)
             least, most = (int(found[1]), int(found[3] or found[1])) if found else (0, 0)
-            if found is None or most > MOST_REPEATED or (found[3] and most < least):
-                raise self._wrong("no number of times", f"{{n}}, {{n,}} or {{n,m}}, at most {MOST_REPEATED}")
+            if found is None or most > MAX_REPEATED or (found[3] and most < least):
+                raise self._wrong("no number of times", f"{{n}}, {{n,}} or {{n,m}}, at most {MAX_REPEATED}")
             times = f"{{{least},{'' if found[2] and not found[3] else most}}}"
         self._skip(space)
         return times
