@@ -30,6 +30,7 @@ COMMANDS = {
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
     "quantize": ("quantize:quantize", "Write a model in another type, as Q4_K_M."),
+    "imatrix": ("imatrix:imatrix", "Gather importances of weights, for quantize --imatrix."),
     "synth": ("synth:synth", "Write a model of a real shape with random weights."),
     "cache": ("cache:cache", "Show what is kept between runs, or remove it."),
     "compare-bench": ("compare_bench:compare", "Compare two benchmark results with their noise."),

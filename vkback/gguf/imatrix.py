@@ -107,7 +107,7 @@ def _of_gguf(path: Path) -> Imatrix:
         weights[name] = _checked(path, name, Sums(values, np.array(counts.data).view(np.float32).reshape(-1)))
     datasets = f.metadata.get(DATASETS, ())
     given = tuple(datasets) if isinstance(datasets, list) else (datasets,) if isinstance(datasets, str) else ()
-    return Imatrix(path, weights, given, f.get(CHUNKS, int, 0), f.get(CHUNK_SIZE, int, 0), 2 * len(weights))
+    return Imatrix(path, weights, given, f.get(CHUNKS, int, 0), f.get(CHUNK_SIZE, int, 0), len(weights))
 
 
 def _of_dat(path: Path) -> Imatrix:
