@@ -33,7 +33,7 @@ from vkback.timing.stages import loaded
 KEPT_BYTES = 512 << 20
 """Of activations of one batch."""
 
-MOST_TOKENS, MOST_TOKENS_ON_CPU = 256, 32
+MAX_TOKENS, MAX_TOKENS_ON_CPU = 256, 32
 """Of a batch."""
 
 TIMEOUT_S = 600.0
@@ -204,7 +204,7 @@ def _batch(model: Model, size: int, software: bool, with_output: bool) -> int:
     batch = size & -size
     graph, _ = _graph(model, 1, size, with_output)
     per_token = sum(4 * t.elements for t in graph.outputs)
-    most = min(MOST_TOKENS_ON_CPU if software else MOST_TOKENS, max(1, KEPT_BYTES // per_token))
+    most = min(MAX_TOKENS_ON_CPU if software else MAX_TOKENS, max(1, KEPT_BYTES // per_token))
     while batch > most:
         batch //= 2
     return batch
