@@ -14,6 +14,7 @@ from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback import paths, quants
 from vkback.errors import VkbackError
+from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import GgufFile
 from vkback.gguf.imatrix import COUNTS, SUMS, Imatrix, Sums, read_imatrix, write_imatrix
 from vkback.gguf.write import GgufWriter, entry
@@ -270,3 +271,17 @@ def test_the_built_in_models_can_be_outlined() -> None:
     for path in paths.builtin_models():
         plan = plan_quantize(GgufFile.open(path), Recipe("Q8_0", requantize=True))
         assert plan.bits_per_weight == pytest.approx(8.5, abs=0.1)
+
+
+def test_tensors_without_values_change_nothing(small: Path, tmp_path: Path) -> None:
+    f, path, out = GgufFile.open(small), tmp_path / "spare.gguf", tmp_path / "out.gguf"
+    tables = [(t.name, t.type, t.shape) for t in f.tensors.values()]
+    spare = ("blk.0.spare.weight", "F32", (0, 64))
+    with GgufWriter(path, [f.entry(key) for key in f.entries], [*tables[:3], spare, *tables[3:]]) as writer:
+        writer.write(*(np.asarray(t.data).reshape(-1) for t in f.tensors.values()))
+    opened = GgufFile.open(path)
+    assert opened.tensors[spare[0]].data.shape == (0, 0) and opened.n_params == f.n_params
+    tokens = [1, 5, 9]
+    assert np.array_equal(NumpyTwin(path, n_ctx=8).logits(tokens), NumpyTwin(small, n_ctx=8).logits(tokens))
+    quantize(plan_quantize(opened, Recipe("Q8_0")), out)
+    assert GgufFile.open(out).tensors[spare[0]].shape == (0, 64)

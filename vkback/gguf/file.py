@@ -142,8 +142,11 @@ class GgufTensor:
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
-        """uint8 [rows with experts flattened, bytes of a row], a view of the mapped file: nothing is read until it is used."""
+        """uint8 [rows with experts flattened, bytes of a row], a view of the mapped file: nothing is read until it is used. A tensor may
+        have no values."""
         rows = prod(self.shape[:-1])
+        if not self.elements:
+            return np.empty((rows, 0), np.uint8)
         return self.file[self.offset : self.offset + self.nbytes].reshape(rows, self.nbytes // rows)
 
 
@@ -534,8 +537,6 @@ class _Parser:
         if block is None:
             known = ", ".join(f"{b.name} ({i})" for i, b in sorted(TENSOR_TYPES.items()))
             raise self._fail(f"tensor {name!r} has type {code}, known are {known}")
-        if min(shape) <= 0:
-            raise self._fail(f"tensor {name!r} has shape {list(shape)}, every dimension must be at least 1")
         if shape[-1] % block.values:
             raise self._fail(f"tensor {name!r}: {shape[-1]} columns is not a multiple of the {block.name} block ({block.values})")
         return _Info(name, block.name, shape, offset, prod(shape) // block.values * block.nbytes)
@@ -553,7 +554,7 @@ class _Parser:
                     "bytes. Fetch it again"
                 )
             placed.append(_Info(t.name, t.type, t.shape, start + t.offset, t.nbytes))
-        by_offset = sorted(placed, key=lambda t: t.offset)
+        by_offset = sorted(placed, key=lambda t: (t.offset, t.nbytes))
         for a, b in pairwise(by_offset):
             if b.offset < a.offset + a.nbytes:
                 raise self._fail(

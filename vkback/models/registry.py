@@ -134,6 +134,8 @@ class Model:
         tensors = [t for graph in model.whole_graphs() for t in graph.tensors().values()]
         used = {source for t in tensors for source in (t.name, *(t.recipe.sources if t.recipe else ()))}
         for name, tensor in f.tensors.items():
+            if not tensor.elements and name not in used:  # whatever it is for, it changes nothing
+                continue
             if name not in used and name not in known.by_context and name not in known.unused_tensors:
                 raise GgufError(
                     f"[gguf] {f.where(name)}: tensor {name} has no place in the {f.arch} architecture; the result would be wrong"
