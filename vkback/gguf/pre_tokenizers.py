@@ -44,7 +44,7 @@ class PreTokenizer:
 _CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
 _ANY_CASE = rf"(?i:{_CONTRACTIONS})"
 _SPACES = r"\s+(?!\S)|\s+"
-_GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+GPT2 = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _LINES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 _LLAMA3 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}{{1,3}}|{_LINES}"
@@ -118,15 +118,15 @@ _YOUTU = (
 )
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
-_PLAIN = PreTokenizer((_GPT2,))
+_PLAIN = PreTokenizer((GPT2,))
 _PLAIN_NFC = replace(_PLAIN, nfc=True)
-_DIGITS = PreTokenizer((Cut.DIGIT, _GPT2))
+_DIGITS = PreTokenizer((Cut.DIGIT, GPT2))
 _LLAMA3_STYLE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _QWEN2_STYLE = PreTokenizer((_QWEN2,))
 _O200K_STYLE = PreTokenizer((_O200K,))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("gpt-2", "phi-2", "jais", "gigachat", "a.x-4.0", "mellum", "exaone4", "trillion", "granite-docling"), _PLAIN),
     **dict.fromkeys(("roberta-bpe", "jina-v1-en", "jina-v2-code", "jina-v2-es", "jina-v2-de", "jina-es", "jina-de"), _PLAIN),
     **dict.fromkeys(("olmo", "mpt", "modern-bert"), _PLAIN_NFC),
@@ -158,11 +158,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
     "exaone-moe": PreTokenizer((_EXAONE_MOE,)),
     "jais-2": PreTokenizer((_JAIS2,)),
-    "falcon": PreTokenizer((Cut.PUNCTUATION, _GPT2, Cut.BYTES, Cut.DIGITS, r"[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((Cut.PUNCTUATION, GPT2, Cut.BYTES, Cut.DIGITS, r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), PreTokenizer((_BLOOM,))),
     "viking": PreTokenizer((_BLOOM, Cut.DIGIT)),
     "chameleon": PreTokenizer(
-        ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", Cut.DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
+        ("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )", Cut.DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT2),
         add_bos=True,
     ),
     **dict.fromkeys(("gemma4", "granite-embed-multi-311m"), PreTokenizer((r"[^\n]+|[\n]+",), bytes=False, add_bos=True)),

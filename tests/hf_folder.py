@@ -1,0 +1,174 @@
+"""A tiny model as its makers publish one: config.json, safetensors in transformers' names and order, and a tokenizer.json.
+
+Names and orders are those under which tests/references give the same weights to transformers' classes, which then made the stored logits.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vkback import quants
+from vkback.gguf.file import GgufFile
+
+Floats = npt.NDArray[np.float32]
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+PERMUTED = ("llama", "mixtral", "smollm3", "granite")
+NORMS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LINEAR = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]]) -> None:
+    """name -> (dtype, array whose bytes are written)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, array) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+        at += array.nbytes
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(np.ascontiguousarray(a).tobytes() for _, a in tensors.values()))
+
+
+def state_of(name: str, f: GgufFile) -> dict[str, Floats]:
+    """The weights of a tiny model in transformers' names. name: a key of CLASSES."""
+    state: dict[str, Floats] = {}
+    gemma = name.startswith("gemma")
+    for t in f.tensors.values():
+        x = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape).copy()
+        stem, _, kind = t.name.rpartition(".")
+        layer, _, stem = stem.rpartition(".")
+        if gemma and "norm" in stem:
+            x -= np.float32(1)
+        if not layer:
+            outer = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}.get(stem)
+            if outer:
+                state[f"{outer}.weight"] = x
+            continue
+        at = f"model.layers.{layer.removeprefix('blk.')}"
+        heads = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(stem)
+        if name in PERMUTED and heads:
+            n = f.get(f"{f.arch}.attention.{heads}", int)
+            x = x.reshape(n, x.shape[0] // n // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        if stem.endswith("_exps"):
+            which = {"ffn_gate_exps": ("gate_proj", "w1"), "ffn_up_exps": ("up_proj", "w3"), "ffn_down_exps": ("down_proj", "w2")}[stem]
+            for i, expert in enumerate(x):
+                inner = f"block_sparse_moe.experts.{i}.{which[1]}" if name == "mixtral" else f"mlp.experts.{i}.{which[0]}"
+                state[f"{at}.{inner}.weight"] = expert
+            continue
+        theirs = NORMS.get(stem) or LINEAR[stem]
+        if gemma and stem == "ffn_norm":
+            theirs = "pre_feedforward_layernorm"
+        if name == "mixtral" and stem == "ffn_gate_inp":
+            theirs = "block_sparse_moe.gate"
+        if name == "phi3" and stem == "ffn_up":
+            theirs = "mlp.gate_up_proj"
+        state[f"{at}.{theirs}.{kind}"] = x
+    return state
+
+
+def config_of(name: str, f: GgufFile, state: Mapping[str, Floats]) -> dict[str, Any]:
+    """config.json of a tiny model."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return f.metadata.get(f"{f.arch}.{key}", default)
+
+    heads, head_dim = get("attention.head_count"), get("attention.key_length")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": get("rope.freq_base")}
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[name]],
+        "vocab_size": state["model.embed_tokens.weight"].shape[0],
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in f.tensors,
+        "rope_parameters": rope,
+    }
+    if "rope_freqs.weight" in f.tensors:
+        factor = float(np.asarray(f.tensors["rope_freqs.weight"].data).view(np.float32).max())
+        rope |= {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope["original_max_position_embeddings"] = 8192
+    if name in ("gemma2", "gemma3"):
+        scale = get("attention.scale", head_dim**-0.5)
+        config |= {"sliding_window": get("attention.sliding_window"), "query_pre_attn_scalar": round(scale**-2)}
+        config |= {key: get(key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if name == "gemma3":
+        n, period = get("block_count"), get("attention.sliding_window_pattern", 6)
+        if get("rope.scaling.type", "none") == "linear":
+            rope |= {"rope_type": "linear", "factor": get("rope.scaling.factor")}
+        config["layer_types"] = ["full_attention" if il % period == period - 1 else "sliding_attention" for il in range(n)]
+        local = {"rope_type": "default", "rope_theta": get("rope.freq_base_swa", 10000.0)}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    if name == "phi3":
+        original = get("rope.scaling.original_context_length")
+        rope |= {"rope_type": "longrope", "partial_rotary_factor": get("rope.dimension_count") / head_dim}
+        rope |= {
+            f"{w}_factor": np.asarray(f.tensors[f"rope_factors_{w}.weight"].data).view(np.float32).ravel().tolist()
+            for w in ("long", "short")
+        }
+        config |= {"original_max_position_embeddings": original, "sliding_window": get("attention.sliding_window", 0) or None}
+    if name == "granite":
+        config |= {"embedding_multiplier": get("embedding_scale"), "residual_multiplier": get("residual_scale")}
+        config |= {"attention_multiplier": get("attention.scale"), "logits_scaling": get("logit_scale")}
+    if get("expert_count"):
+        config |= {"num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": True}
+        config |= {"num_local_experts" if name == "mixtral" else "num_experts": get("expert_count")}
+        config |= {"moe_intermediate_size": get("expert_feed_forward_length")} if name != "mixtral" else {}
+    return config
+
+
+def write_folder(name: str, source: Path, folder: Path, *, parts: int = 1) -> GgufFile:
+    """Write the folder of a tiny model; parts: files, with an index where there are several. Returns the open source."""
+    f = GgufFile.open(source)
+    state = state_of(name, f)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_of(name, f, state)), encoding="utf-8")
+    names = list(state)
+    if parts == 1:
+        write_safetensors(folder / "model.safetensors", {n: ("F32", state[n]) for n in names})
+        return f
+    weight_map = {n: f"model-{i % parts + 1:05}-of-{parts:05}.safetensors" for i, n in enumerate(names)}
+    for part in set(weight_map.values()):
+        write_safetensors(folder / part, {n: ("F32", state[n]) for n in names if weight_map[n] == part})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    return f
