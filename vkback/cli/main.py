@@ -29,6 +29,8 @@ COMMANDS = {
     "test-ops": ("test_ops:test_ops", "Judge ops by their references, or time them."),
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
+    "pull": ("pull:pull", "Fetch a model of a Hugging Face repository."),
+    "convert": ("convert:convert", "Write a folder of safetensors as a GGUF file."),
     "quantize": ("quantize:quantize", "Write a model in another type, as Q4_K_M."),
     "imatrix": ("imatrix:imatrix", "Gather importances of weights, for quantize --imatrix."),
     "synth": ("synth:synth", "Write a model of a real shape with random weights."),

@@ -42,7 +42,12 @@ Loaded = TypeVar("Loaded")
 ACTS: tuple[Act, ...] = ("auto", "f32", "q8_1")
 """Those of vkback/ops/lowering.py, which a command does not import before it needs it."""
 
-ModelOption = Annotated[str | None, typer.Option("-m", "--model", help="GGUF file or built-in model [default: demo-dense].")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "-m", "--model", "-hf", "--hf-repo", help="GGUF file, built-in model, or with -hf USER/REPO[:TYPE] [default: demo-dense]."
+    ),
+]
 ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="NAME", help="A name of vkback synth --list in place of a model: no file is needed.")
 ]
@@ -106,6 +111,9 @@ SpecPinnedOption = Annotated[
 SpecEarlierOption = Annotated[bool, typer.Option("--spec-earlier", help="Draft from earlier texts, too.")]
 
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
+
+HUB, HUB_OPTIONS = "hf:", ("-hf", "--hf-repo")
+"""What marks a model as that of a repository of Hugging Face."""
 
 PICTURES = ("png", "svg", "pdf")
 """What matplotlib draws without anything else."""
@@ -334,6 +342,7 @@ class Command(TyperCommand):
     value, or none, is not given twice (of two values one would be dropped), and what is spelled almost right is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = hub_marked(args)
         if not ctx.resilient_parsing:
             self._check(ctx, args)
             _, _, order = self.make_parser(ctx).parse_args(args=list(args))
@@ -362,6 +371,17 @@ class Command(TyperCommand):
                 refuse_option(ctx, name, params)
             if takes_value(params[name]) and not attached:
                 next(words, None)
+
+
+def hub_marked(args: Sequence[str]) -> list[str]:
+    """Words of a command line with what follows -hf or --hf-repo marked as the name of a repository, for `model_path`."""
+    marked, of_hub, ended = [], False, False
+    for word in args:
+        name, equals, value = word.partition("=")
+        marked.append(f"{name}={HUB}{value}" if equals and name in HUB_OPTIONS and not ended else f"{HUB}{word}" if of_hub else word)
+        ended = ended or word == "--"
+        of_hub = word in HUB_OPTIONS and not ended
+    return marked
 
 
 def takes_value(param: Any) -> bool:
@@ -414,9 +434,14 @@ VersionOption = Annotated[bool, typer.Option("--version", callback=print_version
 
 
 def model_path(model: str | None) -> Path:
-    """A path the user gave, or a built-in model by its name; without any, the built-in dense one."""
+    """A path the user gave, a built-in model by its name, or of Hugging Face "hf:USER/REPO[:TYPE]", which is fetched; without any, the
+    built-in dense one."""
     if model is None:
         return paths.builtin_model("demo-dense")
+    if model.startswith(HUB):
+        from vkback.gguf.hub import fetched
+
+        return fetched(model.removeprefix(HUB))
     path = Path(model)
     if path.is_file():
         return path

@@ -94,7 +94,12 @@ class Settings:
 
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="TEST", help="pp512, tg128, pp512+tg128, tg128@d4096")] = None,
-    models: Annotated[list[str] | None, typer.Option("-m", "--model", help="GGUF file or built-in model; repeat for several.")] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-m", "--model", "-hf", "--hf-repo", help="GGUF file, built-in model, or with -hf USER/REPO[:TYPE]; repeat for several."
+        ),
+    ] = None,
     prompts: Annotated[list[str] | None, typer.Option("-p", "--n-prompt", help="Prompt tokens: 512, 128,256 or 64-512*2.")] = None,
     gens: Annotated[list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens, same notation.")] = None,
     pairs: Annotated[list[str] | None, typer.Option("-pg", help="Prompt and generation in one time: 512,128.")] = None,
