@@ -21,7 +21,7 @@ from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
     from vkback.device import Device
-    from vkback.harness.output import Printer
+    from vkback.harness.output import About, Printer
     from vkback.harness.result import CaseResult
     from vkback.ops.case import Case
     from vkback.ops.lowering import LowerContext
@@ -45,6 +45,9 @@ def test_ops(
         Path | None, typer.Option("--from", help="Run the cases in this text: what test-backend-ops printed, its csv or sql, or any other.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="All cases of the suite, not just the ones every build runs.")] = False,
+    library: Annotated[
+        Path | None, typer.Option("--library", metavar="FILE", help="Judge a backend of ggml, as libggml-vulkan.so, by the same cases.")
+    ] = None,
     device: DeviceOption = None,
     act: ActOption = "auto",
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Other values for every case [default: as its line says].")] = None,
@@ -52,6 +55,9 @@ def test_ops(
     output: Annotated[str, typer.Option("--output", help=", ".join(OUTPUTS))] = "console",
     baseline: Annotated[Path | None, typer.Option("--baseline", help="perf: json of an earlier run to compare with.")] = None,
     store: Annotated[Path | None, typer.Option("--store", metavar="FILE", help="perf: append to a store, for vkback history.")] = None,
+    xfail: Annotated[
+        Path | None, typer.Option("--xfail", metavar="FILE.toml", help="Cases that are known to fail, by driver, with reasons.")
+    ] = None,
     smaller: Annotated[bool, typer.Option("--shrink", help="Look for the smallest case that fails and save its values.")] = False,
     save_in: Annotated[Path, typer.Option("--save-in", help="Folder for what --shrink saves.")] = Path("failing-cases"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
@@ -96,7 +102,19 @@ def test_ops(
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
     by_op = source is not None
-    failed = _run(mode, cases, device, act, processes, output, notes, store, save_in if smaller else None, verbose, by_op)
+    if xfail is not None:
+        from vkback.harness.xfail import load
+
+        if mode not in ("test", "grad"):
+            raise UsageError(f"--xfail is about cases that are judged: expected mode test or grad, not {mode}")
+        load(xfail, "")  # a fault in it is told before the work
+    if library is not None:
+        if mode != "test" or processes > 1 or device or act != "auto":
+            raise UsageError("--library judges another program's backend: expected mode test, without -j, --device and --act")
+        if _run_library(library, cases, output, save_in if smaller else None, verbose, by_op, xfail):
+            raise typer.Exit(1)
+        return
+    failed = _run(mode, cases, device, act, processes, output, notes, store, save_in if smaller else None, verbose, by_op, xfail)
     if failed:
         raise typer.Exit(1)
 
@@ -113,8 +131,12 @@ def _run(
     save_in: Path | None,
     verbose: bool,
     by_op: bool,
+    xfail: Path | None,
 ) -> bool:
-    """Run, print, and say whether a case failed. by_op: a table of the ops in the end, on stderr where the output is for machines."""
+    """Run, print, and say whether a case failed that is not listed in xfail.
+
+    by_op  a table of the ops in the end, on stderr where the output is for machines
+    """
     from vkback.device import Device
     from vkback.harness.output import fields_of, op_table, spent_lines
     from vkback.harness.suite import KEPT, Suite
@@ -145,6 +167,7 @@ def _run(
             from vkback.harness.grad import graded
 
             results = graded(results, cases)
+        results = _expecting(results, xfail, f"{opened.caps.name} {opened.caps.driver_name} {opened.caps.driver_info}")
         kept = None
         if store is not None:
             from vkback.report.store import Store
@@ -175,6 +198,47 @@ def _run(
         return bool(printer.tally.failed)
 
 
+def _expecting(results: Iterable[CaseResult], xfail: Path | None, driver: str) -> Iterable[CaseResult]:
+    """Results with the reasons of those that are expected to fail on this driver."""
+    if xfail is None:
+        return results
+    from vkback.harness.xfail import expecting, load
+
+    return expecting(results, load(xfail, driver))
+
+
+def _run_library(
+    library: Path, cases: Sequence[Case], output: str, save_in: Path | None, verbose: bool, by_op: bool, xfail: Path | None
+) -> bool:
+    """Judge a backend of ggml, and say whether a case failed. Cases of ops that it has not, or that vkback alone has, are not supported."""
+    from vkback.harness.ggml_library import GgmlSuite, distinct
+    from vkback.harness.output import About, op_table
+    from vkback.report.build import build_info
+
+    with GgmlSuite(library) as suite:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        about = About("ggml0", suite.description, library.name, build_info()[0], now, "auto", "")
+        printer = _printer_of(output, about, verbose, lambda result: "")
+        if output == "console":
+            print(f"{library}: {suite.description}", flush=True)
+        cases = distinct(cases)
+        ran: list[CaseResult] = []
+        with StatusLine(wanted=not sys.stdout.isatty()) as status:
+            try:
+                for number, result in enumerate(_expecting(suite.run(cases), xfail, f"{library.name} {suite.description}"), start=1):
+                    status.say(f"vkback: {number} of {len(cases)} cases, {len(printer.tally.failed)} failed")
+                    printer.add(result)
+                    ran.append(result)
+            finally:
+                status.clear()
+                printer.finish()
+        if by_op:
+            print("\n" + "\n".join(op_table(ran)), file=sys.stdout if output == "console" else sys.stderr)
+        if save_in is not None and printer.tally.failed:
+            _shrink(suite, printer.tally.failed, save_in, f" --library {library}")
+        return bool(printer.tally.failed)
+
+
 def _print_support(cases: Sequence[Case], ctx: LowerContext, printer: Printer, output: str, verbose: bool) -> None:
     """Whether the device runs each case: on the console a table of ops, else, or with verbose, each by itself."""
     from vkback.harness.support import support_of, support_table
@@ -199,7 +263,7 @@ def _timed(device: Device, library: ShaderLibrary, cases: Sequence[Case], ctx: L
     return time_cases(device, library, cases, ctx, rate)
 
 
-def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
+def _shrink(suite: Any, failed: Sequence[str], save_in: Path, how: str = "") -> None:
     from vkback.harness.cases import find_case
     from vkback.harness.shrink import save, shrink
 
@@ -211,11 +275,11 @@ def _shrink(suite: Any, failed: Sequence[str], save_in: Path) -> None:
         except OSError as e:
             raise OutputError(f"--save-in {save_in}: cannot be written: {reason(e)}") from e
         print(f"\nSmallest failing case of {line}:\n  {least.line}\n  {run.result.message}", file=sys.stderr)
-        print(f"  values in {path}; rerun: vkback test-ops '{least.line}'", file=sys.stderr)
+        print(f"  values in {path}; rerun: vkback test-ops{how} '{least.line}'", file=sys.stderr)
 
 
 def _printer(output: str, device: Any, ctx: LowerContext, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
-    from vkback.harness.output import About, Console, Csv, Json, Sql
+    from vkback.harness.output import About
     from vkback.report.build import build_info
     from vkback.tuning.lookup import identity
 
@@ -229,6 +293,12 @@ def _printer(output: str, device: Any, ctx: LowerContext, verbose: bool, notes: 
         ctx.act,
         identity(ctx.tuning),
     )
+    return _printer_of(output, about, verbose, notes)
+
+
+def _printer_of(output: str, about: About, verbose: bool, notes: Callable[[CaseResult], str]) -> Printer:
+    from vkback.harness.output import Console, Csv, Json, Sql
+
     if output == "console":
         style = _coloured if colours_wanted(sys.stdout) else _plain
         return Console(sys.stdout, about, verbose=verbose, style=style, notes=notes)

@@ -161,14 +161,21 @@ class Tally:
     failed: list[str] = field(default_factory=list)
     unsupported: int = 0
     total: int = 0
+    xfailed: int = 0
+    xpassed: list[str] = field(default_factory=list)
+    """Passed though they are expected to fail."""
 
     def count(self, result: CaseResult) -> None:
         self.total += 1
         self.unsupported += not result.supported
-        if result.passed is False:
+        if result.passed is False and result.expected:
+            self.xfailed += 1
+        elif result.passed is False:
             self.failed.append(result.line)
         elif result.supported:
             self.passed += 1
+            if result.passed and result.expected:
+                self.xpassed.append(result.line)
 
 
 class Printer(ABC):
@@ -241,14 +248,16 @@ class Console(Printer):
         self.verbose, self.style, self.notes = verbose, style, notes
 
     def write(self, result: CaseResult) -> None:
-        if result.passed is False:
+        if result.passed is False and not result.expected:
             self._line(result.message)
         if not result.supported:
             verdict = self.style("not supported", "yellow") + f" [{result.message}]"
         elif result.mode == "support":
             verdict = self.style("yes", "green")
         elif result.passed is False:
-            verdict = self.style("FAIL", "red")
+            verdict = self.style("XFAIL", "yellow") + f" [{result.expected}]" if result.expected else self.style("FAIL", "red")
+        elif result.expected:
+            verdict = self.style("XPASS", "yellow") + f" [{result.expected}]"
         elif result.mode == "perf":
             self._line(perf_line(result) + self.notes(result))
             return
@@ -268,7 +277,12 @@ class Console(Printer):
     def finish(self) -> None:
         ran = self.tally.total - self.tally.unsupported
         rest = f", {self.tally.unsupported} not supported" if self.tally.unsupported else ""
+        rest = (f", {self.tally.xfailed} failed as expected" if self.tally.xfailed else "") + rest
         self._line(f"  {self.tally.passed}/{ran} tests passed{rest}")
+        if self.tally.xpassed:
+            self._line("\nPassing though expected to fail (take them off the list):")
+            for line in self.tally.xpassed:
+                self._line(f"  {line}")
         if self.tally.failed:
             self._line("\nFailing tests:")
             for line in self.tally.failed:

@@ -27,6 +27,7 @@ class CaseResult:
     math_way   of a GEMM, by what it multiplies ("coop_mat", "int_dot", "f32"; "" for everything else), and math_rate_tflops: what the
                device was measured to reach by it in registers
     seconds    what the case took of one process, by SPENT; kernels that an earlier case had waited for take none
+    expected   why it is expected to fail (vkback/harness/xfail.py); "" where it is not
     n_runs     launches timed in all; nbytes and flops of one launch; read_rate_gb_s: what the device was measured to read
     """
 
@@ -56,6 +57,7 @@ class CaseResult:
     math_rate_tflops: float | None = None
     kernel: str = ""
     seconds: tuple[float, ...] = ()
+    expected: str = ""
 
     @property
     def params(self) -> str:
