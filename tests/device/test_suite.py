@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from vkback.device import Device, KernelSpec
 from vkback.harness import suite
-from vkback.harness.cases import make_case
+from vkback.harness.cases import find_case, make_case
+from vkback.harness.invariance import one_by_one, same_bits
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import Suite, run_in_processes
-from vkback.ops.lowering import LowerContext
+from vkback.ops.case_line import CaseLineError
+from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.program.compile import Kernels, compile_kernels
 from vkback.shader import CompileError, ShaderLibrary, Variant
@@ -122,3 +125,34 @@ def test_a_process_that_dies_fails_its_cases(device: Device) -> None:
     results = list(run_in_processes(lines, 2, device.index, "auto", work=_die))
     assert results[0].passed is False
     assert results[0].message == "the process that ran this case or one beside it died"
+
+
+EXACT = "MUL_MAT(type_a=q4_K,m=67,n=32,k=512,exact=1)"
+
+
+@pytest.mark.vulkan
+def test_rows_of_a_batch_have_the_bits_of_one_alone(
+    device: Device, library: ShaderLibrary, ctx: LowerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels of --exact; with others, whose sums are of another order, the case says which rows have not."""
+    with Suite(device, library, ctx) as opened:
+        (right,) = opened.run([find_case(EXACT)])
+        monkeypatch.setattr("vkback.harness.cases.exact_context", lambda given: given)
+        (wrong,) = opened.run([find_case(EXACT)])
+    assert right.passed and "y rows as of one alone: the same bits" in right.detail
+    assert wrong.passed is False and "other bits in rows 0, " in wrong.message
+
+
+def test_rows_one_by_one() -> None:
+    problem = find_case("MUL_MAT_ID(type_a=q4_K,n_mats=4,n_used=2,b=1,m=32,n=3,k=256,exact=1)").build()
+    alone = one_by_one(problem)
+    assert [t.shape for t in alone[2].node.inputs] == [(4, 32, 256), (1, 1, 256), (1, 2)]
+    assert (alone[2].values["ids"] == problem.values["ids"][2:]).all() and alone[0].values["w"] is problem.values["w"]
+    rows = np.arange(6.0).reshape(3, 2)
+    assert same_bits({"y": rows}, [{"y": rows[i : i + 1]} for i in range(3)])["y rows as of one alone"].ok
+    other = [{"y": rows[i : i + 1] + (1e-12 if i == 1 else 0.0)} for i in range(3)]
+    assert "other bits in rows 1 (1 of 3)" in same_bits({"y": rows}, other)["y rows as of one alone"].text
+    with pytest.raises(PlanError, match="expected inputs with a row for each of several tokens"):
+        one_by_one(find_case("MUL_MAT(type_a=q4_K,m=67,n=1,k=512)").build())
+    with pytest.raises(CaseLineError, match="exact=2: expected 1"):
+        find_case("MUL_MAT(type_a=q4_K,m=67,n=2,k=512,exact=2)")

@@ -18,6 +18,7 @@ from vkback.ops.family import FAMILIES
 from vkback.ops.ggml_words import ABSENT
 from vkback.ops.lowering import LowerContext, PlanError, Sync
 from vkback.ops.op import OPS
+from vkback.plan.exact import exact_context
 from vkback.tuning.lookup import Overrides, fault_anywhere
 
 
@@ -55,12 +56,14 @@ def perf_cases() -> Iterator[Case]:
 
 
 def context_of(case: Case, ctx: LowerContext) -> LowerContext:
-    """The context a case runs in: its own parameters act, sync, range and tuning decide where it has them (`Case.where`)."""
+    """The context a case runs in: its own parameters act, sync, range, exact and tuning decide where it has them (`Case.where`)."""
     params = case.params
     if "act" in params:
         ctx = dataclasses.replace(ctx, act=params["act"])
     if "sync" in params:
         ctx = dataclasses.replace(ctx, sync=params["sync"])
+    if "exact" in params:
+        ctx = exact_context(ctx)
     if "range" in params:
         ctx = dataclasses.replace(ctx, caps=dataclasses.replace(ctx.caps, max_storage_buffer_range=params["range"]))
     if "tuning" in params:
@@ -81,7 +84,7 @@ def _tuning(op: str, words: Sequence[object]) -> dict[str, Any]:
     return found
 
 
-CONDITIONS = ("tuning", "sync", "range")
+CONDITIONS = ("tuning", "sync", "range", "exact")
 """Parameters of `Case.where`, which a case of any op may have."""
 
 
@@ -106,9 +109,11 @@ def make_case(op: str, params: Mapping[str, Any]) -> Case:
         raise CaseLineError(f"{op}: sync={conditions['sync']}: expected one of {', '.join(get_args(Sync))}")
     if not isinstance(conditions.get("range", 1), int) or conditions.get("range", 1) < 1:
         raise CaseLineError(f"{op}: range={conditions['range']}: expected a number of bytes")
+    if conditions.get("exact", 1) != 1:
+        raise CaseLineError(f"{op}: exact={conditions['exact']}: expected 1, or nothing")
     tuning = _tuning(op, conditions.pop("tuning", ()))
     case = dataclasses.replace(case, make=_checked(case))
-    return case.where(**conditions, **tuning) if conditions or tuning else case
+    return case.where(**{**conditions, "exact": "exact" in conditions}, **tuning) if conditions or tuning else case
 
 
 def _checked(case: Case) -> Callable[[np.random.Generator], Problem]:

@@ -423,7 +423,7 @@ def picked(problem: Problem, indices: Array) -> Array:
     return found
 
 
-CONDITIONS = ("tuning", "range", "sync", "act")
+CONDITIONS = ("tuning", "range", "sync", "act", "exact")
 """Of cases, about vkback's own kernels alone."""
 
 

@@ -23,6 +23,7 @@ from vkback.device.errors import DeviceLost, OutOfDeviceMemory
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import Verdict, ggml_limit, judge
 from vkback.harness.cases import context_of, find_case
+from vkback.harness.invariance import one_by_one, same_bits
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
 from vkback.harness.unfused import unfused_tolerance
@@ -47,13 +48,15 @@ CHUNK = 100
 
 @dataclass(frozen=True)
 class Ready:
-    """A case that only has to be run: its block, that of its unfused chain, what it must give, and the kernels on the way. seconds: for its
+    """A case that only has to be run: its block, that of its unfused chain, the tokens one by one where
+    a case is batch-invariant, what it must give, and the kernels on the way. seconds: for its
     values and plan, and for the reference."""
 
     case: Case
     problem: Problem
     fused: Prepared
     chain: Prepared | None
+    alone: list[Prepared]
     expected: list[Expected]
     chain_tolerance: Tolerance | None
     kernels: list[Future[Kernel]]
@@ -120,11 +123,12 @@ class Suite:
         chain_nodes = OPS[case.op].unfused(problem.node)
         fused = prepare(problem, ctx)
         chain = prepare(problem, ctx, chain_nodes) if chain_nodes else None
-        kernels = self._kernels.start([*fused.schedule.dispatches(), *(chain.schedule.dispatches() if chain else ())])
+        alone = [prepare(each, ctx) for each in one_by_one(problem)] if case.params.get("exact") else []
+        kernels = self._kernels.start([d for each in (fused, chain, *alone[:1]) if each for d in each.schedule.dispatches()])
         second = unfused_tolerance(problem.node, chain_nodes, ctx) if chain else None
         planned = time.perf_counter()
         want = expected(problem, ctx)
-        return Ready(case, problem, fused, chain, want, second, kernels, (planned - begun, time.perf_counter() - planned))
+        return Ready(case, problem, fused, chain, alone, want, second, kernels, (planned - begun, time.perf_counter() - planned))
 
     def _finish(self, case: Case, future: Future[Ready]) -> Run:
         try:
@@ -135,11 +139,14 @@ class Suite:
             marks.append(time.perf_counter())
             got = self._bench.run(ready.fused)
             plain = self._bench.run(ready.chain) if ready.chain else None
+            single = [self._bench.run(each) for each in ready.alone]
             marks.append(time.perf_counter())
             verdicts = {e.name: e.verdict(got) for e in ready.expected if not e.label}
             result = judged(case, verdicts, ready.expected[0].tolerance)
             if own := {e.name: e.verdict(got) for e in ready.expected if e.label}:
                 result = _both(result, judged(case, own, ready.expected[-1].tolerance))
+            if single:
+                result = _both(result, judged(case, same_bits(got, single), ready.expected[0].tolerance))
             if plain is not None and ready.chain_tolerance:
                 against = {f"{name} against the unfused run": judge(got[name], plain[name], ready.chain_tolerance) for name in got}
                 result = _both(result, judged(case, against, ready.chain_tolerance))

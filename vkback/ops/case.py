@@ -84,16 +84,18 @@ class Case:
         except QuantShapeError as error:
             raise PlanError(f"{self.op}: {error}; give rows of whole blocks") from error
 
-    def where(self, *, sync: Sync | None = None, range: int | None = None, **tuning: int | str) -> Case:
+    def where(self, *, sync: Sync | None = None, range: int | None = None, exact: bool = False, **tuning: int | str) -> Case:
         """The same case under other conditions, which stand in its line and hold on every device.
 
         tuning  parameters of the kernels, whatever the tables say: `tuning=[lanes:16,unroll:2]`
         sync    "sentinel": as in a barrier-free stage
         range   bytes that the device binds at most, so that a weight is cut into shards
+        exact   batch-invariant: each row of the result must have the bits that it has alone
         """
         shown: dict[str, Any] = {"tuning": tuple(f"{k}:{table_word(v)}" for k, v in tuning.items())} if tuning else {}
         shown |= {"sync": sync} if sync else {}
         shown |= {"range": range} if range else {}
+        shown |= {"exact": 1} if exact else {}
         rest = {k: v for k, v in self.params.items() if k != "seed"}
         return replace(self, params={**rest, **shown, "seed": self.seed})
 

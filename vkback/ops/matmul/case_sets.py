@@ -166,7 +166,7 @@ def full_mul_mat() -> Iterator[Case]:
         for path in paths(quant):
             for n, m in product(range(1, 17), (16, 67)):
                 yield mul_mat_case(quant, m, n, 256, **path)
-            for n in (17, 33):
+            for n in (17, 20, 24, 31, 32, 33):
                 yield mul_mat_case(quant, 16, n, 256, **path)
             for m in (1, 2, 3, 5, 31, 33, 127, 129):
                 yield mul_mat_case(quant, m, 1, 256, **path)
@@ -183,6 +183,8 @@ def full_mul_mat() -> Iterator[Case]:
             for n in (1, 3):
                 yield mul_mat_case(quant, 33, n, 256, amax=HUGE, **path)
         yield from each_kernel(partial(mul_mat_case, quant, 45, 19, 512))
+        for n in (2, 9, 16, 32):
+            yield mul_mat_case(quant, 67, n, 512).where(exact=True)
         if quants.quant(quant).step_factor:
             yield from by_subnormals(quant)
         for n in (1, 8):
@@ -213,6 +215,8 @@ def full_mul_mat_id() -> Iterator[Case]:
             for k, n in product((768, 2048, 2304, 4096), (1, 5)):
                 yield mul_mat_id_case(quant, 8, 2, 33, n, k, shared=True, **path)
             yield mul_mat_id_case(quant, 4, 2, 32, 129, 256, shared=True, **path)
+            for n in (9, 12, 16, 24, 31):
+                yield mul_mat_id_case(quant, 8, 2, 40, n, 256, shared=n % 2 == 0, **path)
             yield mul_mat_id_case(quant, 512, 8, 8, 2, 256, shared=True, **path)
             if 2880 % block(quant) == 0:
                 yield mul_mat_id_case(quant, 32, 4, 96, 1, 2880, shared=True, **path)
@@ -220,6 +224,8 @@ def full_mul_mat_id() -> Iterator[Case]:
         if quant in INT_QUANTS:
             for n in (1, 4):
                 yield mul_mat_id_case(quant, 8, 4, 40, n, 256, shared=n == 1, **INT_FROM_F32)
+        for n in (2, 9, 32):
+            yield mul_mat_id_case(quant, 8, 2, 40, n, 256, shared=True).where(exact=True)
         for ids in ROUTES:
             yield from each_kernel(partial(mul_mat_id_case, quant, 6, 2, 45, 21, 256, shared=ids != "last", ids=ids))
             yield mul_mat_id_case(quant, 6, 2, 45, 21, 512, shared=ids != "last", ids=ids).where(**REGISTERS)

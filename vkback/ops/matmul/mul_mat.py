@@ -159,6 +159,9 @@ class MulMat(_Plain):
             yield _with_a_tail(quant)
             if quants.QUANTS[quant].block_values <= 32:
                 yield mul_mat_case(quant, 21, 1, 96)
+        for quant, n in (("Q4_K", 32), ("Q8_0", 12), ("F16", 9), ("IQ4_XS", 24)):
+            yield mul_mat_case(quant, 67, n, 512)
+            yield mul_mat_case(quant, 67, n, 512).where(exact=True)
         for quant in ("Q4_0", "Q8_0", "MXFP4"):  # software prefetch of w and x, several tiles a workgroup
             yield mul_mat_case(quant, 35, 1, 7 * 32).where(lanes=4, rows=2, unroll=2, prefetch="weights+x", groups=3)
         yield mul_mat_case("Q4_K", 35, 1, 5 * 256).where(lanes=4, rows=2, unroll=2, lane_order="blocked", prefetch="weights", groups=3)
@@ -289,6 +292,9 @@ class MulMatId(_Plain):
                     yield mul_mat_id_case(quant, experts, used, 32, n, 256, shared=used != 4)
         yield mul_mat_id_case("Q8_0", 8, 3, 21, 2, 96, shared=False)
         yield from prompts_mul_mat_id()
+        for quant, n in (("Q4_K", 32), ("MXFP4", 12)):
+            yield mul_mat_id_case(quant, 8, 2, 40, n, 256, shared=True)
+            yield mul_mat_id_case(quant, 8, 2, 40, n, 256, shared=True).where(exact=True)
         yield mul_mat_id_case("Q5_K", 4, 2, 35, 1, 1280, shared=True).where(wg=32, lanes=16, rows=2, unroll=2)
 
     def full_cases(self) -> Iterator[Case]:
