@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,6 +111,27 @@ def test_the_report_by_hand(made: Profile) -> None:
     assert lines[-1] == "[metrics] tok/s total=6.28 prefill=46.88 decode=6.33"
     assert "[metrics] ttft=308.0ms prefill=192.0ms decode=40470.0ms total=40778.0ms" in lines
     assert "load 2000 ms: 4096.0 MiB at 2.15 GB/s" in lines
+
+
+def test_a_cost_of_measuring_below_zero_is_none(made: Profile) -> None:
+    """Under load the runs without timestamps were the slower ones: "-31.5%" said nothing."""
+    (phase,) = made.phases
+    said = text.overhead_text(replace(phase, plain_us=90.0))
+    assert said.startswith("overhead of timestamps: not measurable (45.0 us a run without them") and "-" not in said
+
+
+def test_products_of_several_tokens_say_that_they_are() -> None:
+    for source, name in (("gemm/f32.comp", "gemm"), ("gemm/coop_mat.comp", "gemm"), ("gemm/pack_f16.comp", "pack_f16")):
+        one = cost("down", 0, 1.0, 0.0)
+        assert replace(one, dispatch=replace(one.dispatch, kernel=Variant(source))).kind == f"{name}:ffn.down"
+
+
+def test_the_tree_s_columns_stay_straight_beyond_a_second(made: Profile) -> None:
+    (phase,) = made.phases
+    slow = replace(phase, kernels=tuple(replace(k, gpu_us=k.gpu_us * 1e6) for k in phase.kernels))
+    lines = list(text.tree(slow.tree("llama")))
+    places = [[at for at, c in enumerate(line) if c == "|"] for line in lines if "ms" in line or line.startswith("Module")]
+    assert any("60000.000ms" in line for line in lines) and all(p == places[0] for p in places)
 
 
 def test_the_tree_by_hand(made: Profile) -> None:

@@ -41,7 +41,7 @@ def totals(peak: int, cost: Cost) -> list[str]:
     lines = [f"Size of temporary storage is up to {peak} bytes.", "Total cost:"]
     for kind in KINDS:
         if n := cost.get(kind, 0):
-            lines.append(f"  {kind}: {n / 2**30:.3f} GiB ({n} bytes)" if kind in ("read", "write") else f"  {kind}: {n:g}")
+            lines.append(f"  {kind}: {_size(n)} ({n} bytes)" if kind in ("read", "write") else f"  {kind}: {n:g}")
     return lines
 
 
@@ -102,3 +102,9 @@ def _arrow(head: str, lane: int, width: int, taken: Sequence[int] = ()) -> str:
     left = "".join("| " if other in taken else "  " for other in range(lane))
     right = "".join("|-" if other in taken else "--" for other in range(lane + 1, width // 2))
     return left + head + "-" + right
+
+
+def _size(nbytes: int) -> str:
+    """In the unit that leaves digits to read."""
+    unit, scale = next(((u, s) for u, s in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)) if nbytes >= s), ("GiB", 2**30))
+    return f"{nbytes / scale:.3f} {unit}"

@@ -173,6 +173,8 @@ def overhead_text(phase: Phase) -> str:
     """What measuring costs."""
     what = "clocks in kernels" if phase.method == CLOCKS else "timestamps"
     plain = phase.plain_us / phase.runs
+    if phase.overhead < 0:
+        return f"overhead of {what}: not measurable ({plain:.1f} us a run without them, which other load made slower)"
     return f"overhead of {what}: {phase.overhead:+.1%} of {plain:.1f} us a run without them"
 
 
@@ -181,11 +183,12 @@ def tree(top: Module, everything: bool = False, layers: int = 4) -> Iterator[str
     rows = list(_walk(top, "", "", everything, layers))
     width = max(len("Module"), *(len(name) for name, _ in rows))
     heads = ("Self CPU", "CPU total", "Self GPU", "GPU total", "Calls")
-    yield f"{'Module':{width}} | " + " | ".join(f"{h:{9}}" for h in heads).rstrip()
-    yield f"{'-' * (width + 1)}|" + "|".join("-" * 11 for _ in heads)
-    for name, module in rows:
-        cells = ["", "", "", "", ""] if module is None else _cells(module)
-        yield (f"{name:{width}} | " + " | ".join(f"{c:9}" for c in cells)).rstrip()
+    cells = [["", "", "", "", ""] if module is None else _cells(module) for _, module in rows]
+    widths = [max(9, *(len(row[column]) for row in cells)) for column in range(len(heads))]
+    yield f"{'Module':{width}} | " + " | ".join(f"{h:{w}}" for h, w in zip(heads, widths, strict=True)).rstrip()
+    yield f"{'-' * (width + 1)}|" + "|".join("-" * (w + 2) for w in widths)
+    for (name, _), row in zip(rows, cells, strict=True):
+        yield (f"{name:{width}} | " + " | ".join(f"{c:{w}}" for c, w in zip(row, widths, strict=True))).rstrip()
 
 
 def _cells(m: Module) -> list[str]:

@@ -57,6 +57,10 @@ Bind = Callable[[Schedule], Program]
 """A program over the model's weights, caches and the phase's inputs."""
 
 
+GEMMS = ("coop_mat", "coop_reg", "coop_reg_experts", "coop_reg_heads", "int_dot", "f32")
+"""Kernels of products of several tokens; which one a product takes stands with the kernels that were chosen."""
+
+
 @dataclass(frozen=True)
 class KernelCost:
     """One dispatch of a phase. Times are of all runs together, in microseconds; bytes and flops of one run.
@@ -83,8 +87,10 @@ class KernelCost:
 
     @property
     def kernel(self) -> str:
-        """Its shader's name, with the family where that says more."""
+        """Its shader's name, with the family where that says more; "gemm" for all products of several tokens."""
         family, _, name = self.dispatch.kernel.source.removesuffix(".comp").partition("/")
+        if family == "gemm" and name in GEMMS:
+            return family
         return f"{family}/{name}" if family == "attention" and name != family else name
 
     @property
