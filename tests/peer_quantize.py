@@ -50,6 +50,9 @@ WITH_IMPORTANCES = ("llama-8b", "mixtral-8x7b")
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16")
 """Types whose rule has no search: files are equal to the byte, with --pure."""
 
+EXACT_WIDE = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "MXFP4_MOE")
+"""The same, of a model whose rows are whole blocks; MXFP4_MOE as it is mixed."""
+
 SEARCHED = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
@@ -93,6 +96,19 @@ def small_model(folder: Path) -> Path:
     return write_gguf(folder / "small.gguf", "llama", metadata, llama_tensors(tied=False))
 
 
+def wide_model(folder: Path, experts: int = 0) -> Path:
+    """The same with rows of 256 weights."""
+    more = {"expert_count": experts, "expert_used_count": 2} if experts else {}
+    metadata = llama_metadata(embedding_length=256, feed_forward_length=512, **more) | {"tokenizer.ggml.model": "no_vocab"}
+    rng = np.random.default_rng(5)
+    tensors = {
+        name: (kind, rng.standard_normal((*(8 * n if n > 32 else n for n in array.shape[:-1]), 256), np.float32))
+        for name, (kind, array) in llama_tensors(tied=False, experts=experts).items()
+        if array.ndim > 1
+    }
+    return write_gguf(folder / "wide.gguf", "llama", metadata, tensors)
+
+
 def file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
@@ -116,6 +132,11 @@ def said(program: str, folder: Path) -> dict[str, Any]:
     small = small_model(folder)
     for type in EXACT:
         subprocess.run([program, "--pure", str(small), str(folder / "peer.gguf"), type, "1"], capture_output=True, check=True)
+        files[type] = file_digest(folder / "peer.gguf")
+    wide = wide_model(folder, experts=4)
+    for type in EXACT_WIDE:
+        pure = [] if type == "MXFP4_MOE" else ["--pure"]
+        subprocess.run([program, *pure, str(wide), str(folder / "peer.gguf"), type, "1"], capture_output=True, check=True)
         files[type] = file_digest(folder / "peer.gguf")
     return {"types": types, "files": files}
 

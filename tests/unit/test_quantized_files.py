@@ -58,21 +58,16 @@ def test_files_equal_those_of_llama_quantize(type: str, small: Path, tmp_path: P
     assert peer.file_digest(out) == SAID["files"][type]
 
 
-def wide(tmp_path: Path, **more: object) -> Path:
-    """A model whose rows are whole blocks of every type."""
-    metadata = llama_metadata(embedding_length=256, feed_forward_length=512) | {"tokenizer.ggml.model": "no_vocab"}
-    rng = np.random.default_rng(5)
-    tensors = {
-        name: (kind, rng.standard_normal((*(8 * n if n > 32 else n for n in array.shape[:-1]), 256), np.float32))
-        for name, (kind, array) in llama_tensors(tied=False).items()
-        if array.ndim > 1
-    }
-    return write_gguf(tmp_path / "wide.gguf", "llama", metadata, tensors)
+@pytest.mark.parametrize("type", peer.EXACT_WIDE)
+def test_files_of_wide_rows_equal_those_of_llama_quantize(type: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    quantize(plan_quantize(GgufFile.open(peer.wide_model(tmp_path, experts=4)), Recipe(type, pure=type != "MXFP4_MOE")), out)
+    assert peer.file_digest(out) == SAID["files"][type]
 
 
 @pytest.mark.parametrize("type", ["Q4_K_M", "IQ4_XS", "MXFP4_MOE", "Q1_0", "TQ1_0"])
 def test_sizes_and_values_of_a_mix(type: str, tmp_path: Path) -> None:
-    f, out = GgufFile.open(wide(tmp_path)), tmp_path / "out.gguf"
+    f, out = GgufFile.open(peer.wide_model(tmp_path)), tmp_path / "out.gguf"
     plan = plan_quantize(f, Recipe(type))
     quantize(plan, out)
     made = GgufFile.open(out)
@@ -106,7 +101,7 @@ def test_metadata_is_copied_to_the_byte_and_names_the_type(small: Path, tmp_path
     ],
 )
 def test_recipes(recipe: Recipe, types: dict[str, str], tmp_path: Path) -> None:
-    plan = plan_quantize(GgufFile.open(wide(tmp_path)), recipe)
+    plan = plan_quantize(GgufFile.open(peer.wide_model(tmp_path)), recipe)
     found = {step.source.name: step.type for step in plan.steps}
     assert {name: found[f"{name}.weight"] for name in types} == types
 
@@ -145,7 +140,7 @@ def test_a_weight_that_is_no_number_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_many_pieces_and_processes_give_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    f, out, other = GgufFile.open(wide(tmp_path)), tmp_path / "out.gguf", tmp_path / "other.gguf"
+    f, out, other = GgufFile.open(peer.wide_model(tmp_path)), tmp_path / "out.gguf", tmp_path / "other.gguf"
     told: list[int] = []
     quantize(plan_quantize(f, Recipe("Q4_K_M")), out, on_weights=told.append)
     assert sum(told) == f.n_params
@@ -198,7 +193,7 @@ def test_a_model_is_no_matrix_of_importances(small: Path) -> None:
 
 
 def test_importances_move_the_error_to_where_it_matters_less(tmp_path: Path) -> None:
-    f = GgufFile.open(wide(tmp_path))
+    f = GgufFile.open(peer.wide_model(tmp_path))
     heavy = np.ones((1, 256), np.float32)
     heavy[:, ::4] = 100
     names = [t.name for t in f.tensors.values() if t.name.startswith("blk.")]
@@ -219,7 +214,7 @@ def test_importances_move_the_error_to_where_it_matters_less(tmp_path: Path) -> 
     ("change", "said"), [({"blk.9.attn_q.weight": 256}, "names no tensor of wide.gguf"), ({"blk.1.attn_q.weight": 32}, "has 32 values")]
 )
 def test_importances_of_another_model(change: dict[str, int], said: str, tmp_path: Path) -> None:
-    f = GgufFile.open(wide(tmp_path))
+    f = GgufFile.open(peer.wide_model(tmp_path))
     sums = {name: Sums(np.ones((1, k), np.float32), np.ones(1, np.float32)) for name, k in change.items()}
     with pytest.raises(VkbackError, match=said):
         plan_quantize(f, Recipe("Q4_K_M"), Imatrix(tmp_path / "i.gguf", sums))

@@ -49,6 +49,7 @@ FILE_TYPES = {
     38: "MXFP4 MoE",
     39: "NVFP4",
     40: "Q1_0",
+    41: "Q2_0",
 }
 """`general.file_type` to its name."""
 

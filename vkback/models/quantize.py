@@ -43,6 +43,9 @@ FEW = 1 << 23
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
 """Other names of file types."""
 
+NOT_IN_GGUF = {"Q2_0": 41}
+"""Numbers of file types that the gguf package does not have."""
+
 PLAIN = ("F32", "F16", "BF16")
 
 LOWEST = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M")
@@ -258,8 +261,8 @@ def entries_of(plan: QuantizePlan) -> list[bytes]:
     """Keys and values of the new file: those of the source but for parts of a split model, and what it is now."""
     f, imatrix = plan.file, plan.imatrix
     new: dict[str, Any] = {"general.quantization_version": 2}
-    if (known := file_type(plan.type)) is not None:
-        new["general.file_type"] = int(known)
+    known = file_type(plan.type)
+    new["general.file_type"] = int(known) if known is not None else NOT_IN_GGUF[plan.type]
     if imatrix is not None:
         new["quantize.imatrix.file"] = str(imatrix.path)
         if imatrix.datasets:

@@ -31,7 +31,11 @@ class _Q10(Codec):
     def encode(self, x: F32, weights: Weights) -> U8:
         """The mean magnitude, which has the least squared error; importances weigh it."""
         size = np.abs(x)
-        d = size.mean(axis=1, dtype=np.float32) if weights is None else (size * weights).sum(axis=1) / weights.sum(axis=1)
+        if weights is None:
+            # One value after another, as the reference adds them: numpy's own sum rounds otherwise.
+            d = np.cumsum(size, axis=1, dtype=np.float32)[:, -1] / np.float32(size.shape[1])
+        else:
+            d = (size * weights).sum(axis=1) / weights.sum(axis=1)
         blocks = np.empty((len(x), self.type.block_bytes), np.uint8)
         put_half(blocks[:, :2], d)
         blocks[:, 2:] = np.packbits(x >= 0, axis=1, bitorder="little")
