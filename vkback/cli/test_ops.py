@@ -62,6 +62,7 @@ def test_ops(
     save_in: Annotated[Path, typer.Option("--save-in", help="Folder for what --shrink saves.")] = Path("failing-cases"),
     as_json: Annotated[bool, typer.Option("--json", help="The same as --output json.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the error and its bound for cases that pass, too.")] = False,
+    cover: Annotated[bool, typer.Option("--coverage", help="Run nothing; list the cases by op, type, tokens and conditions.")] = False,
     list_ops: Annotated[bool, typer.Option("--list-ops", help="List the ops with their number of cases.")] = False,
 ) -> None:
     """Run the seeded cases of ops on a device and judge each against the op's numpy reference and, where it is a fusion, against the ops it
@@ -101,6 +102,13 @@ def test_ops(
         raise UsageError(f"{', '.join(others)}: no op that makes a gradient; vkback test-ops grad runs all that do")
     if seed is not None:
         cases = [case.reseeded(seed) for case in cases]
+    if cover:
+        from vkback.harness.coverage import cells, coverage
+        from vkback.report import tables
+
+        found = coverage(cases)
+        print(tables.machine(found, "json") if output == "json" else "\n".join(tables.markdown(cells(found), ("op", "type"))))
+        return
     by_op = source is not None
     if xfail is not None:
         from vkback.harness.xfail import load
