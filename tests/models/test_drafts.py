@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -21,10 +21,14 @@ from vkback.engine.drafts import ENOUGH, DraftError, Drafts, Pace, StepTimes, ke
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
+from vkback.graph import Graph
 from vkback.models.registry import Model
 from vkback.models.synth import synthesize
+from vkback.ops.lowering import LowerContext
 from vkback.ops.sampling.sample import noise
 from vkback.paths import builtin_model
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
 
 OF_A_KIND = ("tiny-llama", "tiny-deepseek2", "tiny-gpt-oss", "tiny-gemma3", "tiny-qwen3moe", "tiny-mamba2", "tiny-qwen35")
 """Attention of each kind, experts, and recurrent states; the others cross these."""
@@ -279,6 +283,37 @@ def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, d
         made(llama, PROMPT, Sampler(), Drafts(3, model=True))
     with pytest.raises(OptionError, match="expected draft-simple with model_draft, and only then"):
         LoadOptions(spec_type="draft-simple")
+
+
+@pytest.mark.vulkan
+def test_steps_with_drafts_are_planned_beside_what_runs(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    with Engine.load(path, device, n_ctx=N_CTX) as engine:
+        text = made(engine, PROMPT, Sampler(), Drafts(pinned=4, known=(-1,)))
+    use_barriers: list[Callable[[str], None]] = []
+    drafts_planned: list[str] = []
+
+    def planned(graph: Graph, ctx: LowerContext, *, fusion: str) -> Schedule:
+        drafts_planned.extend(n.op for n in graph.nodes if n.op == "LOOKUP")
+        while use_barriers:
+            use_barriers.pop()("for a test")  # while a thread plans
+        return plan(graph, ctx, fusion=fusion)
+
+    monkeypatch.setattr("vkback.engine.plans.plan", planned)
+    for turned_over in (False, True):
+        with Engine.load(path, device, n_ctx=N_CTX) as engine:
+            drafts_planned.clear()
+            if turned_over:
+                use_barriers.append(engine.use_barriers)
+            ahead = engine.compile_drafts_ahead(Drafts(pinned=4), [Sampler()])
+            assert ahead is not None
+            ahead.wait()
+            assert made(engine, PROMPT, Sampler(), Drafts(pinned=4)) == text
+            assert len(drafts_planned) == 1 + turned_over, "what was planned without barriers is not used with them"
+    with Engine.load(path, device, n_ctx=N_CTX) as engine:
+        engine.compile_drafts_ahead(Drafts(), [Sampler(), SAMPLERS["filters"]])  # and is closed before that has ended
+        engine.compile_drafts_ahead(None, [])
 
 
 @pytest.mark.vulkan

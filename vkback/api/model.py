@@ -43,6 +43,7 @@ from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import Exact, LoadOptions
+from vkback.engine.sampler import Sampler
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
@@ -167,7 +168,10 @@ def open_model(
             engine.close()
             raise
     sequences = options.sequences or (PINNED_SEQUENCES if engine.pinned else None)
-    return LoadedModel(engine, time.perf_counter() - begun, sequences, options.drafts(software=engine.device.caps.software))
+    drafts = options.drafts(software=engine.device.caps.software)
+    if not engine.device.caps.software and engine.model.architecture.causal:  # a CPU driver needs the cores for what runs
+        engine.compile_drafts_ahead(drafts, [Options().sampler, Sampler()])
+    return LoadedModel(engine, time.perf_counter() - begun, sequences, drafts)
 
 
 def _attach_draft_model(engine: Engine, path: Path, options: LoadOptions) -> None:

@@ -19,7 +19,9 @@ from vkback.cli.shell import (
     DeviceOption,
     DraftMaxOption,
     ExactOption,
+    ModelDraftOption,
     ModelOption,
+    SpecTypeOption,
     UsageError,
     act_of,
     bars,
@@ -127,6 +129,8 @@ def spec(
     accept: Annotated[
         list[float] | None, typer.Option("--accept", min=0.0, max=1.0, help="Made acceptance: how often a draft is right; may be repeated.")
     ] = None,
+    spec_type: SpecTypeOption = None,
+    model_draft: ModelDraftOption = None,
     draft_max: DraftMaxOption = None,
     temp: Annotated[float, typer.Option("--temp", min=0.0, help="Temperature of the tasks.")] = 0.0,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Times that each text is made; the fastest counts.")] = 3,
@@ -156,7 +160,8 @@ def spec(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
-        spec_type="ngram-simple",
+        spec_type=spec_type or (None if model_draft else "ngram-simple"),
+        model_draft=model_draft,
         draft_max=draft_max,
         progress=bars(progress or sys.stderr.isatty()),
     )
@@ -217,7 +222,7 @@ class Bench:
         yield self._row("one token again and again", ids, same, most, self._plain(ids, same))
         greedy = make_sampler()
         base = self._plain(ids, greedy)
-        for width in widths:
+        for width in (w for w in widths if w <= self._engine.max_columns):
             none = self._drafts(width - 1, pinned=width, known=(-1,))
             yield self._row("no drafts", ids, greedy, none, base)
             text = self._made(ids, greedy, none)

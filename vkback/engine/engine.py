@@ -26,6 +26,7 @@ from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
+from vkback.engine.compile_ahead import CompileAhead
 from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftModel, MtpBlock, check_draft_model
@@ -175,6 +176,7 @@ class Engine:
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
         self._draft_model: Drafter | None = None
         self._no_drafts = ""
+        self._ahead: CompileAhead | None = None
         self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
         self.draft_counts = DraftCounts()
         self._report = options.progress
@@ -319,6 +321,9 @@ class Engine:
 
     def close(self) -> None:
         """Destroy everything the engine made, and the device if the engine opened it."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self._prompts.close()
         self._texts.close()
         if self._checkpoint is not None:
@@ -547,6 +552,15 @@ class Engine:
             if sampler:
                 for size in (self._at_once(loop_kind(sampler)), 1):
                     self._token_programs.loop(loop_kind(sampler), size)
+
+    def compile_drafts_ahead(self, drafts: Drafts | None, samplers: Sequence[Sampler]) -> CompileAhead | None:
+        """Plan and compile steps with such drafts beside what runs from here on, so that a text need not wait for them when it first has
+        drafts. For texts with one of these samplers. None where there are no such steps."""
+        if self._ahead is None and (possible := self.possible_drafts(drafts)) is not None:
+            kinds = dict.fromkeys(loop_kind(sampler) for sampler in samplers)
+            made = [partial(self._plans.drafts, columns, kind) for kind in kinds for columns in possible.classes]
+            self._ahead = CompileAhead(self.device, self.library, made)
+        return self._ahead
 
     def _asked(
         self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
@@ -855,6 +869,11 @@ class Engine:
         """Programs of one token, and what they share."""
         return self._token_programs
 
+    @property
+    def max_columns(self) -> int:
+        """Of a step with drafts; of a recurrent model as many as it keeps states for."""
+        return self._plans.slots - 1 if self.model.architecture.recurrent else CLASSES[-1]
+
     def possible_drafts(self, drafts: Drafts | None, needs_plain_steps: bool = False) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
@@ -862,7 +881,7 @@ class Engine:
         if self._no_drafts and drafts.pinned:
             raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
         if self.model.architecture.recurrent:
-            columns = self._plans.slots - 1
+            columns = self.max_columns
             if drafts.pinned > columns:
                 raise DraftError(
                     f"[drafts] {self.model.file.path}: steps of {drafts.pinned} columns, but recurrent states are kept for {columns}; "
@@ -904,6 +923,8 @@ class Engine:
             return (time.perf_counter() - begun) * (steps / timed if model else 1 / timed)
 
         with self._kernels.preparing([]):
+            if self._ahead is not None:
+                self._ahead.wait()
             for columns in classes:
                 program = programs.program(columns, kind)
                 run(columns, 1, model=False)

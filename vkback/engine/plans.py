@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 
 from vkback.engine.prompts import PromptHead, with_barriers
 from vkback.engine.sampler import CHAINED, CONSTRAINED, DRIED, PENALIZED, add_drafts, add_sampler
@@ -34,6 +35,7 @@ class Plans:
     ) -> None:
         self.ctx, self.n_ctx, self.slots, self.mtp = ctx, n_ctx, slots, mtp
         self._model, self._fusion, self._cache = model, fusion, cache
+        self._lock = Lock()  # of the schedules and what they depend on: those of drafts may be planned by another thread
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
         # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
         self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
@@ -71,13 +73,19 @@ class Plans:
         return self._schedules[key]
 
     def drafts(self, columns: int, kind: str) -> Schedule:
-        """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`, without constraints."""
+        """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`, without constraints. Any
+        thread may call it."""
         key = self.n_ctx, f"drafts, {kind}", columns
-        if key not in self._schedules:
+        with self._lock:
+            found, ctx, n_ctx = self._schedules.get(key), self.ctx, self.n_ctx
+        if found is None:
             graph = self.graph(columns, "all", keep=True)
-            add_drafts(graph, columns, greedy=kind.startswith("greedy"), n_ctx=self.n_ctx, penalties=PENALIZED in kind)
-            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
-        return self._schedules[key]
+            add_drafts(graph, columns, greedy=kind.startswith("greedy"), n_ctx=n_ctx, penalties=PENALIZED in kind)
+            found = plan(graph, ctx, fusion=self._fusion)
+            with self._lock:
+                if (self.ctx, self.n_ctx) == (ctx, n_ctx):
+                    self._schedules[key] = found
+        return found
 
     def prompt(self, tokens: int, head: PromptHead) -> Schedule:
         """The schedule of a prompt's program of so many tokens."""
@@ -99,8 +107,9 @@ class Plans:
     def use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages."""
         self._say_barriers("stages", why)
-        self._schedules.clear()
-        self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
+        with self._lock:
+            self._schedules.clear()
+            self.ctx = with_barriers(self.ctx, "barrier-free stages failed")
 
     def use_prompt_barriers(self, why: str) -> None:
         """Plan prompts anew with a barrier between all stages."""
@@ -124,7 +133,8 @@ class Plans:
         self._forget_prompts()
 
     def _forget_prompts(self) -> None:
-        self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
+        with self._lock:
+            self._schedules = {key: s for key, s in self._schedules.items() if not key[1].startswith("prompt")}
 
     def _say_barriers(self, what: str, why: str) -> None:
         log.warning(
