@@ -17,6 +17,7 @@ from test_server import GREEDY, MESSAGES, MODEL, PROMPT, Served
 import vkback
 from vkback.device import Device, DeviceLost
 from vkback.engine.batch.caches import PagedCaches
+from vkback.engine.batch.scheduler import Step
 from vkback.engine.engine import Engine, EngineError
 from vkback.ops.sampling.sample import noise
 from vkback.paths import builtin_model
@@ -190,6 +191,48 @@ def test_a_client_that_leaves_frees_its_pages_and_the_others_go_on(served: Serve
         assert other.result()["usage"]["completion_tokens"] == 40
     assert_idle(served)
     assert served.worker.counts.cancelled == before + 1
+
+
+@pytest.mark.vulkan
+def test_pages_of_a_client_that_left_are_free_within_a_step(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker takes its text out before the next step, so that none has a column of it, and its pages are free when those have ended
+    that were in flight then."""
+    batch = served.worker.batch
+    assert batch is not None
+    events: dict[str, list[Any]] = {"stays": [], "leaves": []}
+    asked: vkback.GenerateOptions = {"max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    stays, leaves = (QueuedRequest(PROMPT, False, asked, name, time.monotonic() + 60, put.append) for name, put in events.items())
+    noted: list[tuple[str, int]] = []
+    next_action, done_step = batch.scheduler.next, batch.scheduler.done_step
+
+    def note(name: str) -> None:
+        noted.append((name, sum(len(text.pages) for text in batch.scheduler.texts.values() if text.client == "leaves")))
+
+    def given(**how: Any) -> Any:
+        """Once the text has made some tokens its client leaves, between two steps."""
+        if not leaves.cancelled.is_set() and len(events["leaves"]) > 3 and batch.scheduler.running == 2:
+            served.worker.cancel(leaves)
+            note("left")
+        action = next_action(**how)
+        if isinstance(action, Step) and leaves.cancelled.is_set():
+            note("with it" if any(c.text.client == "leaves" for c in action.columns) else "without it")
+        return action
+
+    def done(*args: Any) -> None:
+        done_step(*args)
+        if leaves.cancelled.is_set():
+            note("done")
+
+    monkeypatch.setattr(batch.scheduler, "next", given)
+    monkeypatch.setattr(batch.scheduler, "done_step", done)
+    run(served, [stays, leaves])
+    assert noted[0][0] == "left" and noted[0][1] > 0
+    free = next(i for i, (_, pages) in enumerate(noted) if not pages)
+    names = [name for name, _ in noted]
+    assert names[:free].count("with it") <= 1, noted  # what the round gives in which it left
+    assert "with it" not in names[free:] and names[: free + 1].count("done") <= batch.limits.in_flight + 1, noted
+    assert len(events["stays"][-1].tokens) == 100
+    assert_idle(served)
 
 
 def run(served: Served, requests: Sequence[QueuedRequest]) -> None:
