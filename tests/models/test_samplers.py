@@ -37,6 +37,7 @@ def model(device: Device) -> Iterator[LoadedModel]:
         yield loaded
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vulkan
 def test_each_changes_texts_and_is_the_same_again(model: LoadedModel) -> None:
     plain = [model.generate(PROMPT, max_tokens=16, seed=seed).tokens for seed in range(3)]
@@ -46,6 +47,7 @@ def test_each_changes_texts_and_is_the_same_again(model: LoadedModel) -> None:
         assert model.generate(PROMPT, max_tokens=16, seed=2, **options).tokens == texts[2], options
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vulkan
 def test_a_batch_has_the_texts_of_each_alone_and_leaves_plain_ones_as_they_are(model: LoadedModel) -> None:
     """One column and two: those of two add up alike, whoever the other is."""

@@ -35,6 +35,7 @@ from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine, EngineError
 from vkback.gguf.file import GgufFile
 from vkback.gguf.tokenizer import Tokenizer
+from vkback.models.texts import Pooling
 from vkback.paths import builtin_model
 from vkback.shader.errors import NoCompiler
 
@@ -76,6 +77,7 @@ class Served:
         n_ctx: int = 128,
         cors: tuple[str, ...] | list[str] = (),
         drafts: Drafts | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -90,6 +92,7 @@ class Served:
         self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]
         shared: dict[str, Any] = {"template": template, "template_kwargs": template_kwargs, "strict": strict, "strict_model": strict}
+        shared["pooling"] = pooling
         app = build_app(self.worker, api_key=api_key, limits=limits, hosts=hosts, cors=cors, **shared)
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._socket = socket.socket(proto=socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on such alone

@@ -143,6 +143,7 @@ def build_app(
             Route("/v1/responses/{id}", forms.response, methods=["GET", "DELETE"]),
             Route("/v1/messages", forms.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", forms.count_tokens, methods=["POST"]),
+            *(Route(f"{path}/input_tokens", texts.count, methods=["POST"]) for path in ("/v1/chat/completions", "/chat/completions")),
             Route("/completion", server.native.completion, methods=["POST"]),
             Route("/infill", server.native.infill, methods=["POST"]),
             Route("/slots", server.native.slots),

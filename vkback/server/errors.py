@@ -19,6 +19,8 @@ class ServerError(VkbackError):
         super().__init__(message)
         self.param = param
         self.retry_after_s = retry_after_s
+        self.more: dict[str, int] = {}
+        """Of the error's object, beside what all have."""
 
 
 class BadRequest(ServerError):  # noqa: N818  the names of these conditions are HTTP's
@@ -57,6 +59,7 @@ class ContextTooLong(BadRequest):
             f"Please reduce the length of the {what}, or start the server with a larger --ctx ({self.code}).",
             field,
         )
+        self.more = {"n_prompt_tokens": tokens, "n_ctx": n_ctx}
 
 
 class WrongHost(BadRequest):

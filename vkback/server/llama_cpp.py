@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -29,16 +30,18 @@ class NativeFields(Sampling):
     logit_bias: Any = Field(default=None, description="a list of pairs, as [[50, -1.5], [51, false]]")
     json_schema: dict[str, Any] | bool | None = Field(default=None, description="a JSON schema, an object, true or false")
     return_tokens: bool | None = Field(default=None, description="true or false")
+    response_fields: list[str] | None = Field(default=None, description="a list of names, with / between a field and one of its own")
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="a whole number of at least -1")
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         default=None, description="a text, or a list of texts"
     )
 
-    def options(self, n_vocab: int, limit: int) -> GenerateOptions:
+    def options(self, n_vocab: int, limit: int, spell: Callable[[str], list[int]] = lambda _: []) -> GenerateOptions:
+        """spell: the tokens of a text, of which logit_bias may have some."""
         wanted = self.max_tokens if self.n_predict is None else self.n_predict
         biases, self.logit_bias = self.logit_bias, None
         options = self.generate_options(n_vocab, limit, limit, wanted)
-        options["logit_bias"] = _biases(biases, n_vocab)
+        options["logit_bias"] = _biases(biases, n_vocab, spell)
         if self.json_schema is not None:
             if options.get("grammar") is not None:
                 raise BadRequest("[server] grammar: expected none beside json_schema, for each says what the text is", "grammar")
@@ -54,12 +57,27 @@ class NativeFields(Sampling):
         return self.n or 1
 
 
-class NativeCompletion(NativeFields):
-    """POST /completion. prompt: a text, token ids, or both in turn."""
+class TextPrompt(JsonFields):
+    """A prompt as an object."""
 
-    prompt: PromptText | Annotated[list[TokenId | PromptText], Field(min_length=1)] = Field(
-        description="a text, or a list of token ids and texts, not empty"
+    prompt_string: PromptText = Field(description="a text")
+
+
+OnePrompt = PromptText | TextPrompt | Annotated[list[TokenId | PromptText], Field(min_length=1)]
+
+
+class NativeCompletion(NativeFields):
+    """POST /completion. prompt: a text, token ids, or both in turn; or several of these, as a list of texts is, too."""
+
+    prompt: OnePrompt | Annotated[list[OnePrompt], Field(min_length=1)] = Field(
+        description="a text, or a list of token ids and texts, not empty, or a list of such"
     )
+
+    def prompts(self) -> list[str | list[int | str]]:
+        """Each by itself."""
+        several = isinstance(self.prompt, list) and not any(isinstance(part, int) for part in self.prompt)
+        found: list[Any] = list(self.prompt) if several else [self.prompt]
+        return [each.prompt_string if isinstance(each, TextPrompt) else each for each in found]
 
 
 class InputFile(JsonFields):
@@ -78,8 +96,8 @@ class InfillRequest(NativeFields):
     prompt: str | None = Field(default=None, description="a text")
 
 
-def _biases(given: Any, n_vocab: int) -> dict[int, float]:
-    """[[token, bias], ...], where false bans it; or an object."""
+def _biases(given: Any, n_vocab: int, spell: Callable[[str], list[int]]) -> dict[int, float]:
+    """[[token, bias], ...], where false bans it; or an object. A text stands for each of its tokens."""
     pairs = list(given.items()) if isinstance(given, dict) else given or []
     found: dict[int, float] = {}
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
@@ -87,12 +105,17 @@ def _biases(given: Any, n_vocab: int) -> dict[int, float]:
     for pair in pairs:
         token, bias = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
         token = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < n_vocab or not isinstance(bias, int | float):
+        tokens: list[Any] = spell(token) if isinstance(token, str) else [token]
+        if not tokens or not all(_is_token(each, n_vocab) for each in tokens) or not isinstance(bias, int | float):
             raise BadRequest(
-                f"[server] logit_bias: {pair!r} is no pair of a token id in 0..{n_vocab - 1} and a number or false", "logit_bias"
+                f"[server] logit_bias: {pair!r} is no pair of a text or a token id in 0..{n_vocab - 1} and a number or false", "logit_bias"
             )
-        found[token] = float("-inf") if bias is False else float(bias)
+        found |= dict.fromkeys(tokens, float("-inf") if bias is False else float(bias))
     return found
+
+
+def _is_token(id: Any, n_vocab: int) -> bool:
+    return isinstance(id, int) and not isinstance(id, bool) and 0 <= id < n_vocab
 
 
 def prompt_ids(prompt: str | Sequence[int | str], tokenizer: Tokenizer) -> str | list[int]:
@@ -194,12 +217,14 @@ def require_fill(fill: Fill | None, field: str) -> Fill:
 
 @dataclass
 class NativeShape:
-    """The reply in llama-server's form. asked: what the request said, as it came."""
+    """The reply in llama-server's form. asked: what the request said, as it came. prompts: texts and their numbers of tokens, each of which
+    has so many texts. fields: of the reply, if not all."""
 
     model: str
     asked: dict[str, Any]
-    prompt: str
-    prompt_tokens: int
+    prompts: Sequence[tuple[str, int]]
+    texts: int
+    fields: Sequence[str]
     stops: tuple[str, ...]
     spell: Callable[[int], bytes]
     whole_text: Callable[[Result], str]
@@ -233,7 +258,7 @@ class NativeShape:
             "stop": False,
             "id_slot": self.index,
             "tokens_predicted": self._made,
-            "tokens_evaluated": self.prompt_tokens,
+            "tokens_evaluated": self.prompts[self.index // self.texts][1],
         }
         return replies.event(body | self._probabilities(chunk.logprobs))
 
@@ -252,8 +277,9 @@ class NativeShape:
     def _end(self, result: Result, index: int, text: str) -> dict[str, Any]:
         whole = self.whole_text(result)
         word = min((s for s in self.stops if s in whole), key=whole.find, default="") if result.finish_reason == "stop" else ""
+        prompt, tokens = self.prompts[index // self.texts]
         kind = {"eos": "eos", "stop": "word" if word else "eos"}.get(result.finish_reason, "limit")
-        return {
+        body = {
             "index": index,
             "content": text,
             "tokens": list(result.tokens) if self.return_tokens else [],
@@ -261,9 +287,9 @@ class NativeShape:
             "stop": True,
             "model": self.model,
             "tokens_predicted": len(result.tokens),
-            "tokens_evaluated": self.prompt_tokens,
+            "tokens_evaluated": tokens,
             "generation_settings": self.asked | {"seed": result.seed},
-            "prompt": self.prompt,
+            "prompt": prompt,
             "has_new_line": "\n" in result.text,
             "truncated": False,
             "stop_type": kind,
@@ -271,6 +297,7 @@ class NativeShape:
             "tokens_cached": result.timings.reused_tokens,
             "timings": replies.timings([result]),
         } | self._probabilities(result.logprobs if text else ())
+        return _chosen(body, self.fields) if self.fields else body
 
     def _probabilities(self, logprobs: Sequence[Any]) -> dict[str, Any]:
         if not self.probs or not logprobs:
@@ -281,6 +308,18 @@ class NativeShape:
 
         told = [entry(t.token, t.text, t.logprob) | {"top_logprobs": [entry(*each) for each in t.top]} for t in logprobs]
         return {"completion_probabilities": told}
+
+
+def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """The fields that there are of those named; one within another has its own name alone."""
+    found = {}
+    for name in fields:
+        value: Any = body
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[name.rpartition("/")[2]] = value
+    return found
 
 
 class Native:
@@ -294,8 +333,7 @@ class Native:
 
     async def completion(self, request: Request) -> Response:
         asked: NativeCompletion = await self._server.parsed(request, NativeCompletion)
-        prompt = prompt_ids(asked.prompt, self._server.worker.tokenizer)
-        return await self._answer(request, asked, prompt)
+        return await self._answer(request, asked, [prompt_ids(prompt, self._server.worker.tokenizer) for prompt in asked.prompts()])
 
     async def infill(self, request: Request) -> Response:
         asked: InfillRequest = await self._server.parsed(request, InfillRequest)
@@ -304,7 +342,7 @@ class Native:
         ids = fill.ids(self._server.worker.tokenizer, asked.input_prefix, asked.input_suffix, files)
         if asked.prompt:
             ids += self._server.worker.tokenizer.encode(asked.prompt, add_bos=False, add_end=False)
-        return await self._answer(request, asked, ids)
+        return await self._answer(request, asked, [ids])
 
     async def slots(self, request: Request) -> Response:
         """How many requests run at once, and which of their places are taken."""
@@ -312,21 +350,28 @@ class Native:
         worker = self._server.worker
         return JSONResponse([{"id": i, "n_ctx": worker.n_ctx, "is_processing": i < worker.running} for i in range(worker.parallel)])
 
-    async def _answer(self, request: Request, asked: NativeFields, prompt: str | list[int]) -> Response:
+    async def _answer(self, request: Request, asked: NativeFields, prompts: Sequence[str | list[int]]) -> Response:
         server, tokenizer = self._server, self._server.worker.tokenizer
         told = asked.model_dump(exclude_none=True, exclude={"prompt", "input_prefix", "input_suffix", "input_extra"})
-        options = asked.options(server.worker.n_vocab, server.token_limit)
-        count = len(tokenizer.encode(prompt, add_end=False)) if isinstance(prompt, str) and server.worker.has_text else len(prompt)
+        options = asked.options(server.worker.n_vocab, server.token_limit, partial(tokenizer.encode, add_bos=False, add_end=False))
         stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
         shape = NativeShape(
             server.worker.model_name,
             told,
-            prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True),
-            count,
+            [self._counted(prompt) for prompt in prompts],
+            asked.texts,
+            asked.response_fields or (),
             stops,
             lambda token: bytes(tokenizer.token_bytes(token, special=True)),
             lambda result: str(tokenizer.decode(result.tokens, special=True)),
             bool(asked.n_probs),
             bool(asked.return_tokens),
         )
-        return await server.answer(request, asked, [prompt], options, shape, chat=False)  # type: ignore[no-any-return]
+        return await server.answer(request, asked, prompts, options, shape, chat=False)  # type: ignore[no-any-return]
+
+    def _counted(self, prompt: str | list[int]) -> tuple[str, int]:
+        """A prompt as text, and how many tokens it has."""
+        worker = self._server.worker
+        if isinstance(prompt, str):
+            return prompt, len(worker.tokenizer.encode(prompt, add_end=False)) if worker.has_text else len(prompt)
+        return worker.tokenizer.decode(prompt, special=True), len(prompt)

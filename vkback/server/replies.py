@@ -22,7 +22,7 @@ MIN_LOGPROB = -9999.0
 
 
 def error_body(error: ServerError) -> dict[str, Any]:
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code, **error.more}}
 
 
 def event(body: dict[str, Any]) -> str:

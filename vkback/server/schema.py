@@ -94,10 +94,11 @@ class JsonSchema(JsonFields):
 
 
 class ResponseFormat(JsonFields):
-    """text; json_object, any JSON object; json_schema, JSON of the schema in the field of that name."""
+    """text; json_object, any JSON object, or one of `schema`; json_schema, JSON of the schema in the field of that name."""
 
     type: Literal["text", "json_object", "json_schema"] = Field(description='"text", "json_object" or "json_schema"')
     json_schema: JsonSchema | None = Field(default=None, description='{"schema": ...}')
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="a JSON schema")
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
@@ -109,7 +110,7 @@ class ResponseFormat(JsonFields):
         """The schema as JSON; None for plain text."""
         if self.type == "text":
             return None
-        found = self.json_schema.schema_ if self.json_schema is not None else None
+        found = self.json_schema.schema_ if self.json_schema is not None else self.schema_
         return json.dumps({"type": "object"} if found is None else found)
 
 

@@ -59,6 +59,11 @@ class Texts:
         except TokenizerError as e:
             raise BadRequest(str(e), "tokens") from e
 
+    async def count(self, request: Request) -> Response:
+        """How many tokens the prompt of a chat would have."""
+        asked: schema.ChatRequest = await self._parsed(request, schema.ChatRequest)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len((await self._composed(asked)).ids)})
+
     async def apply_template(self, request: Request) -> Response:
         """The prompt that a chat would have."""
         asked: schema.ChatRequest = await self._parsed(request, schema.ChatRequest)
