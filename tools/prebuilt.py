@@ -96,6 +96,12 @@ def _models() -> list[Model]:
 def schedules(model: Model, ctx: LowerContext) -> Iterator[Schedule]:
     """The schedules of the engine, but for those that the device's limits do not allow."""
     prompt = with_barriers(ctx, "a prompt")
+    if not model.architecture.causal:
+        for tokens in program_sizes(default_ubatch(ctx.caps), model.default_n_ctx):
+            for texts in model.text_kinds():
+                with suppress(PlanError):
+                    yield plan(model.text_graph(tokens, tokens, texts), prompt, fusion="all")
+        return
     wanted = [(prompt, "none", tokens, model.default_n_ctx) for tokens in program_sizes(default_ubatch(ctx.caps), model.default_n_ctx)]
     rows = dict.fromkeys((model.default_n_ctx, *(n for n in CONTEXTS if n <= model.default_n_ctx)))
     wanted += [(ctx, kind, 1, n_ctx) for kind in ("logits", "greedy", "sample") for n_ctx in rows]

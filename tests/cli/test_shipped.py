@@ -10,13 +10,18 @@ import pytest
 from plain_numpy import plain_numpy
 from processes import run_program
 
-from tools import prebuilt
+from tools import prebuilt, shipped_coverage
+from vkback.device import Capabilities
 from vkback.errors import VkbackError
+from vkback.models import Model
+from vkback.models.synth import SHAPES, outline
+from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model, shader_root
 from vkback.shader import NoCompiler, ShaderLibrary, Variant
 from vkback.shader import library as library_module
 from vkback.shader.prebuilt import module_name, stale, write
 from vkback.shader.shipped import groups, pack, read_archive, shipped_variants
+from vkback.tuning.lookup import Tuning
 
 FILL = """#version 450
 #include QUANT_FILE
@@ -177,3 +182,13 @@ def test_a_first_start_without_a_compiler(command: list[str], processor: str, tm
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("It was") if command[0] == "run" else "tg4" in ran.stdout
     assert not list((tmp_path / "cache").rglob("*.spv")), "something was compiled"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_of_every_shape_are_counted(shape: str) -> None:
+    """Of its first layers, as tools/shipped_coverage.py plans it; gemma4's first layers all have a window, bert makes no text."""
+    name = next(name for name in shipped_coverage.usual_names() if name.rpartition("-")[0] == shape)
+    model = Model.of(outline(name, layers=min(prebuilt.LAYERS, SHAPES[shape].n_layer)))
+    caps = Capabilities.from_profile("nvidia_h200_linux")
+    first = next(prebuilt.schedules(model, LowerContext(caps, Tuning.for_device(caps))))
+    assert list(first.dispatches())

@@ -355,7 +355,8 @@ class Gemma4(Architecture):
 
     @classmethod
     def outer_tensors(cls, s: ModelShape) -> Tensors:
-        yield from super().outer_tensors(s)
+        if not all(s.metadata[PATTERN][: s.n_layer]):  # divisors are of layers without a window, which the first few may all have
+            yield from super().outer_tensors(s)
         if width := int(s.metadata.get(PER_LAYER, 0)):
             yield "per_layer_token_embd.weight", (s.n_vocab, s.n_layer * width)
             yield "per_layer_model_proj.weight", (s.n_layer * width, s.n_embd)
