@@ -62,6 +62,7 @@ SMALLER: Mapping[str, str] = {
     "tg128@d4096": "tg4@d16",
     "512,4096": "16",
     "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)": "MUL_MAT(type_a=q4_K,m=256,n=1,k=256)",
+    "COMMIT": "--act f32",
     "$name.json": "before.json",
     "$name.md": "before.md",
     "after.json": "before.json",

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_a_full_disk_names_the_journal(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(SweepError, match=r"/j: cannot be written: the disk is full; --resume goes on once it can be$"):
+    with pytest.raises(SweepError, match=r"[/\\]j: cannot be written: the disk is full; --resume goes on once it can be$"):
         journal.finish("gemv", "key", {"us": 1})
 
 
@@ -78,7 +78,7 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_what_tuning_found_goes_into_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/ann"))
+    monkeypatch.setattr(Path, "home", lambda: PurePosixPath("/home/ann"))
     caps = Capabilities.from_profile("amd_rx_7900_xtx_radv")
     with pytest.raises(SweepError, match=r"nothing to share: .*\.journal is missing\. Run vkback tune on .*7900 XTX.* first"):
         share(caps, "report", tmp_path, tmp_path / "out.json")

@@ -108,14 +108,14 @@ def test_a_loader_that_the_system_does_not_find_is_opened_by_its_path(there: str
     (package / "_vulkan.py").write_text(BINDING)
     (package / "_vulkancache.py").write_text(CACHE.format(there=there))
     program = f"""
-from pathlib import Path
+from pathlib import PurePosixPath
 import sys
 from vkback.device.driver import binding
 for name in [name for name in sys.modules if name.startswith("vulkan")]:
     del sys.modules[name]
 sys.path.insert(0, {str(tmp_path)!r})
 try:
-    opened = binding([Path(p) for p in {paths!r}])
+    opened = binding([PurePosixPath(p) for p in {paths!r}])
     print(opened.lib, type(opened.ffi).__name__, opened.ffi.new())
 except OSError as e:
     print(e)
