@@ -165,6 +165,8 @@ class Shell:
             raise LeftOutError("torch is not installed")
         if step.argv[1] == "serve" and importlib.util.find_spec("uvicorn") is None:
             raise LeftOutError("vkback[serve] is not installed")
+        if "./llama-bench" in step.argv:
+            raise LeftOutError("a build of llama.cpp is not here")
         argv = [self.device_name() if word == "llvmpipe" else word for word in step.argv]
         if argv[:2] == ["vkback", "serve"]:
             with self.served(argv) as url:
