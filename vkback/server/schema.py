@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails, from_json
 from vkback.api import GenerateOptions, ModelError
 from vkback.api.options import Options
 from vkback.api.tools.use import ToolUse, tool_use
+from vkback.engine.gbnf import GbnfError, to_lark
 from vkback.engine.sampler import SAMPLERS, ChainSettings
 from vkback.errors import did_you_mean
 from vkback.server.errors import BadRequest
@@ -220,6 +221,10 @@ class Sampling(JsonFields):
         if self.grammar:
             if options.get("json_schema") is not None:
                 raise BadRequest("[server] grammar: expected none beside response_format, for each says what the text is", "grammar")
+            try:
+                to_lark(self.grammar)
+            except GbnfError as e:
+                raise BadRequest(str(e), "grammar") from e
             options["grammar"] = self.grammar
         if self.ignore_eos:
             if options.get("grammar") is not None:
