@@ -90,7 +90,7 @@ class WindowsRoot(DebianRoot):
                 name = member.rpartition("/")[2]
                 if member.startswith("deploy_libs/") and not re.match(r"api-ms|tcl|tk|_tk", name) and "313t" not in name:
                     (self.python / ("" if name.lower().endswith(".dll") else "DLLs") / name).write_bytes(wheel.read(member))
-        ignore = shutil.ignore_patterns("lib-dynload", "config-*", "__pycache__", "EXTERNALLY-MANAGED")
+        ignore = shutil.ignore_patterns("lib-dynload", "config-*", "__pycache__", "EXTERNALLY-MANAGED", "sitecustomize.py")
         shutil.copytree(self.folder / f"usr/lib/python{VERSION}", self.python / "Lib", ignore=ignore)
         self.packages_folder.mkdir(exist_ok=True)
         exported = said(*self.inside("x86_64-w64-mingw32-objdump", "-p", f"{HOME}/python/python313.dll"))
