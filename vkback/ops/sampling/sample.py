@@ -289,6 +289,7 @@ class Sample(Op):
         yield self.build_case(151936, 0.8, 40, 0.95, 0.05, 9, seed=18)
         yield self.build_case(3000, 1.0, 7, 1.0, 0.0, 6, kind="ties", seed=19)
         yield self.build_case(3000, 1.0, 2500, 0.99, 0.0, 6, kind="equal", seed=20)
+        yield self.build_case(3000, 1.0, 3, 1.0, 0.0, 6, kind="equal", seed=20)
         yield from (self.build_case(1000, 1.0, 40, 0.9, 0.05, i, chain=i, seed=21) for i in range(1, 13))
         yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=1, kind="masked", seed=22)
         yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=11, kind="ties", seed=23)
