@@ -3,11 +3,14 @@ nobody."""
 
 from __future__ import annotations
 
+import gc
 import json
+import mmap
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +86,8 @@ def ask(served: Served, number: int, count: int) -> tuple[str, str, int, int | N
         return prompt, "".join(piece.choices[0].text for piece in client.completions.create(stream=True, **asked)), count, seed
 
 
-def assert_all_right(served: Served, clients: int, each: int) -> None:
+def answered(served: Served, clients: int, each: int) -> list[tuple[str, str, int, int | None]]:
+    """What so many clients at once get, none of them twice or never."""
     with ThreadPoolExecutor(clients) as pool:
         found = [
             answer
@@ -92,7 +96,11 @@ def assert_all_right(served: Served, clients: int, each: int) -> None:
         ]
     assert len(found) == clients * each
     assert_idle(served)
-    for answer in found:
+    return found
+
+
+def assert_all_right(served: Served, clients: int, each: int) -> None:
+    for answer in answered(served, clients, each):
         assert_text(served, *answer)
 
 
@@ -112,10 +120,40 @@ def test_eight_openai_clients_at_once_get_the_texts_that_each_would_have_alone(s
     assert device.live_objects() == before and not batch.scheduler.texts and not batch.busy, "nothing is left of a request"
 
 
+MEMORY = Path("/proc/self/statm")
+
+ROUNDS = 4
+
+GROWTH = 256 << 10
+"""Bytes of the process that a round of 64 clients may add once all programs are there: 4 KiB a request, which the allocator's holes are
+worth. What is kept of a request would be more: its text, its events and the pages of its connection."""
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    return int(MEMORY.read_text().split()[1]) * mmap.PAGESIZE
+
+
 @pytest.mark.vulkan
 @pytest.mark.exhaustive
 def test_64_openai_clients_at_once(served: Served) -> None:
+    """All texts right, none lost, and memory flat: that of the process, of which the clients' is a part, and the device's objects."""
     assert_all_right(served, 64, 2)
+    if not MEMORY.exists():
+        pytest.skip(f"{MEMORY} says what a process has in memory, and this system has none")
+    device, taken = served.worker.model.engine.device, list[int]()
+    live: list[dict[str, int]] = [{}]
+    while len(live) < 20 and (len(live) < 4 or live[-1] != live[-3]):  # until every number of columns and steps is recorded
+        answered(served, 64, 1)
+        live.append(device.live_objects())
+    for _ in range(ROUNDS):
+        answered(served, 64, 1)
+        taken.append(resident())
+        live.append(device.live_objects())
+    print(f"MB of the process after each round, {len(live) - ROUNDS - 1} before them:", *(f"{n / 1e6:.2f}" for n in taken))
+    assert live[-1] == live[-ROUNDS], "objects of the device"
+    assert taken[-1] - taken[0] <= GROWTH * (ROUNDS - 1), taken
 
 
 @pytest.mark.vulkan
