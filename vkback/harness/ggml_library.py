@@ -299,6 +299,8 @@ def _serve(pipe: Connection, path: str, said: str) -> None:
     with open(said, "ab", buffering=0) as file:  # noqa: PTH123
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    # Where an assertion fails in several threads at once, each of them would wait for a debugger to print a backtrace, and all for ever.
+    os.environ["GGML_NO_BACKTRACE"] = "1"
     try:
         library = GgmlLibrary(Path(path))
         pipe.send(("open", library.description))
