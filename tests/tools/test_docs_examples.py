@@ -199,8 +199,8 @@ def test_the_front_page_shows_what_run_prints() -> None:
 # --- docs/environment.md
 
 READ = re.compile(
-    r'(?:environ|environment|envvar)(?:\.get\(|\[|=)"(?P<got>[A-Z_]+)"|"(?P<asked>[A-Z_]+)" (?:not )?in os\.environ'
-    r"|(?P<own>\b_?VKBACK_[A-Z_]+)"
+    r'(?:environ|environment|envvar)(?:\.get\(|\[|=)"(?P<got>[A-Z0-9_]+)"|"(?P<asked>[A-Z0-9_]+)" (?:not )?in os\.environ'
+    r"|(?P<own>\b_?VKBACK_[A-Z0-9_]+)"
 )
 
 
@@ -216,7 +216,7 @@ def test_every_environment_variable_is_on_its_page() -> None:
     assert {"VKBACK_CACHE", "VKBACK_DEVICE", "VKBACK_API_KEY", "NO_COLOR", "TERMUX_VERSION"} <= read.keys()
     missing = [f"{name} ({path.relative_to(ROOT)})" for name, path in read.items() if not re.search(rf"\b{name}\b", page)]
     assert not missing, f"docs/environment.md: nothing of {missing}"
-    unread = set(re.findall(r"`(VKBACK_[A-Z_]+)`", page)) - read.keys()
+    unread = set(re.findall(r"`(VKBACK_[A-Z0-9_]+)`", page)) - read.keys()
     assert not unread, f"docs/environment.md: nothing reads {unread}"
 
 
