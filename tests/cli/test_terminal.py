@@ -44,6 +44,10 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "train-parity": (),
     "finetune": (),
     "merge": (),
+    "quantize": (),
+    "imatrix": (),
+    "convert": (),
+    "pull": (),
 }
 """Arguments of each command that has a table. `kernels` needs a driver with statistics, `tune` and those of training minutes: tests of
 their own look at what they print."""

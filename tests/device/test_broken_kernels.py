@@ -128,7 +128,7 @@ def test_faults_in_the_gemv_are_caught(
     break_shader: Callable[[str, str, str], ShaderLibrary],
 ) -> None:
     file = next(f for f in ("gemv/gemv.comp", "gemv/epilogue.glsl", "gemv/act.glsl") if old in (shader_root() / f).read_text())
-    one_subgroup = with_params(ctx, wg=16, lanes=8, rows=1, groups="per_tile")
+    one_subgroup = with_params(ctx, kernel="gemv", wg=16, lanes=8, rows=1, groups="per_tile")
     result = outcome(mul_mat_case(*case, act="f32"), device, break_shader(file, old, new), one_subgroup)
     assert result.passed is False
     assert re.search(message, result.message), result.message
@@ -148,7 +148,7 @@ def test_a_barrier_missing_between_subgroups(
     file: str, case: Case, device: Device, ctx: LowerContext, library: ShaderLibrary, break_shader: Callable[[str, str, str], ShaderLibrary]
 ) -> None:
     """Several subgroups share a row. A CPU driver runs them one after the other: the first then adds what the others have yet to write."""
-    wide = with_params(ctx, wg_size=64, wg=64, lanes=64, rows=1, groups="per_tile")
+    wide = with_params(ctx, kernel="gemv", wg_size=64, wg=64, lanes=64, rows=1, groups="per_tile")
     assert outcome(case, device, library, wide).passed
     result = outcome(case, device, break_shader(file, "barrier();", ""), wide)
     assert result.passed is False

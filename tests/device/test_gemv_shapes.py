@@ -74,7 +74,9 @@ def test_a_workgroup_that_reduces_has_a_power_of_two_of_threads(ctx: LowerContex
 @pytest.mark.vulkan
 @pytest.mark.parametrize("act", ["f32", "q8_1"])
 def test_column_has_the_same_bits_whatever_goes_with_it(act: Act, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    fixed = with_params(dataclasses.replace(ctx, act=act), **SHAPES[0])  # the tables may choose other lanes for other numbers of tokens
+    fixed = with_params(
+        dataclasses.replace(ctx, act=act), kernel="gemv", **SHAPES[0]
+    )  # the tables may choose others for other numbers of tokens
     many = mul_mat_case("Q4_K", 33, 5, 512).build()
     together = run_problem(device, library, many, fixed)["y"]
     one = mul_mat_case("Q4_K", 33, 1, 512).build()

@@ -50,6 +50,7 @@ BOUNDED = {
     "rope/rope.comp": {"x": "heads"},
     "rows/get_rows_back.comp": {"x": ROW},
     "sample/draw.comp": {"x": VOCAB, "y": "rows of logits"},
+    "sample/dry.comp": {"y": "rows of logits"},
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
@@ -57,6 +58,7 @@ BOUNDED = {
     "ssm/delta_chunk_ut.comp": {"x": TOKENS, "y": "heads"},
     "ssm/delta_net.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
     "ssm/scan.comp": {"x": "rows of a head", "y": "heads", "z": TOKENS},
+    "ssm/short_conv.comp": {"x": "channels, as many as threads each", "y": TOKENS},
     "topk/argmax.comp": {"x": VOCAB, "y": "rows of logits"},
     "training/sum_squares.comp": {"x": "blocks of a tensor, at most 256"},
 }

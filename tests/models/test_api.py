@@ -450,7 +450,8 @@ def test_options_that_can_be_are_taken() -> None:
 
 
 def test_every_option_is_checked_and_shown_by_help() -> None:
-    assert list(CHECKS) == [f.name for f in dataclasses.fields(Options)] == list(GenerateOptions.__annotations__)
+    assert list(CHECKS) == list(GenerateOptions.__annotations__)
+    assert set(CHECKS) == {f.name for f in dataclasses.fields(Options)}
     for method in (vkback.LoadedModel.generate, vkback.LoadedModel.stream_chat, vkback.Session.stream, vkback.Session.chat):
         assert all(re.search(rf"^ +.*\b{name}\b", method.__doc__ or "", re.M) for name in CHECKS)
 
@@ -473,8 +474,8 @@ def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.L
     session = model.session()
     several: tuple[Any, ...] = ()
     if not isinstance(prompt, list) or isinstance(prompt[0], float):  # else they take a list of them
-        several = model.generate, model.stream
-    for call in (*several, model.logits, model.perplexity, session.generate, session.stream_from, model.profile):
+        several = model.generate, model.stream, model.logits, model.perplexity
+    for call in (*several, session.generate, session.stream_from, model.profile):
         with pytest.raises(ModelError, match=text):
             call(prompt)
     assert len(model.generate(np.array([5, 6]), max_tokens=1).tokens) == 1

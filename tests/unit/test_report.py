@@ -305,7 +305,7 @@ def test_comparison_table_reads_like_a_before_after_table() -> None:
     lines = compare.markdown(compare.compare(before, after)).splitlines()
     assert lines[0] == (
         "| model                          |       size |     params | backend    | ngl |            test |         t/s (before) |"
-        "          t/s (after) |     diff | beats the noise          |"
+        "          t/s (after) |     diff | beats the noise             |"
     )
     assert lines[2] == (
         "| llama 8B Q4_K - Medium         |   4.58 GiB |     8.03 B | Vulkan     |  99 |           tg128 |         71.40 ± 0.24 |"

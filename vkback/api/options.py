@@ -6,7 +6,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any, TypedDict, TypeVar
@@ -126,7 +126,7 @@ class Options(ChainSettings):
     @classmethod
     def of(cls, options: Mapping[str, Any], n_vocab: int | None = None) -> Options:
         """n_vocab: ids are below it. Raises ModelError naming an option that there is not, or a value that cannot be."""
-        known = [f.name for f in fields(cls)]
+        known = list(CHECKS)
         for name in options:
             if name not in known:
                 near = f" Did you mean {ELSEWHERE[name]}?" if name in ELSEWHERE else did_you_mean(name, known)

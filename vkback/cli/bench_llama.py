@@ -41,8 +41,8 @@ nothing, and attention is always fused."""
 FLAGS = (("-v", "--verbose"), ("--offline",))
 """The same of options without a value."""
 
-FETCHING = (("-hf", "-hfr", "--hf-repo"), ("-hff", "--hf-file"), ("-hft", "--hf-token"), ("-rpc", "--rpc"))
-"""Options that name a model or a device elsewhere."""
+FETCHING = (("-hfr",), ("-hff", "--hf-file"), ("-hft", "--hf-token"), ("-rpc", "--rpc"))
+"""Options that name a part of a model or a device elsewhere; -hf is our own."""
 
 _VALUED, _FLAGS, _FETCHING = (frozenset(name for names in group for name in names) for group in (VALUED, FLAGS, FETCHING))
 
@@ -71,7 +71,9 @@ def without_llama_options(words: Sequence[str], own: set[str]) -> tuple[list[str
         if word == "--":
             kept += [word, *rest]
         elif name in _FETCHING:
-            raise UsageError(f"{name}: vkbench runs local files on a device of this machine; fetch the model, and give its file as -m FILE")
+            raise UsageError(
+                f"{name}: vkbench runs local files on a device of this machine; give the model as -m FILE or -hf USER/REPO[:TYPE]"
+            )
         elif name in _FLAGS:
             dropped[name] = None
         elif name in _VALUED:

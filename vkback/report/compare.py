@@ -475,7 +475,7 @@ _WIDTHS = {"model": 30, "size": 10, "params": 10, "backend": 10, "ngl": 3, "test
 """Columns of the markdown table with their least widths; settings stand before the test. Others are aligned left."""
 
 _RIGHT = ("size", "params", "ngl", "test", "diff")
-_GROWING = ("backend", "ngl", "test")
+_GROWING = ("backend", "ngl", "test", "beats the noise")
 
 
 def _cells(comparison: Comparison) -> pd.DataFrame:
