@@ -81,9 +81,9 @@ def scaled_sums() -> Iterator[Case]:
     """Scales of sums, not of weights: a bias for a unit, for each half, none with signed bytes, offset levels; several tokens; and levels
     looked up."""
     for quant, n in (("Q4_K", 1), ("Q6_K", 1), ("Q8_0", 1), ("MXFP4", 1), ("Q5_K", 3)):
-        yield mul_mat_case(quant, 33, n, 512, act="f32").where(scales="sums", unroll=1)
-    yield mul_mat_case("MXFP4", 33, 2, 512, act="f32").where(scales="levels", unroll=1)
-    yield mul_mat_case("MXFP4", 33, 1, 512, act="f32").where(scales="levels_bfe", unroll=1)
+        yield mul_mat_case(quant, 33, n, 512, act="f32").where(kernel="gemv", scales="sums", unroll=1)
+    yield mul_mat_case("MXFP4", 33, 2, 512, act="f32").where(kernel="gemv", scales="levels", unroll=1)
+    yield mul_mat_case("MXFP4", 33, 1, 512, act="f32").where(kernel="gemv", scales="levels_bfe", unroll=1)
 
 
 def by_subnormals(quant: str) -> Iterator[Case]:
@@ -97,6 +97,9 @@ def prompts_mul_mat() -> Iterator[Case]:
     yield from each_kernel(partial(mul_mat_case, "Q4_K", 45, 19, 512))
     yield from each_kernel(partial(mul_mat_case, "Q8_0", 131, 35, 96))
     yield mul_mat_case("F16", 33, 19, 80).where(**MATRICES)
+    for quant, k in (("F16", 80), ("Q4_K", 512), ("Q8_0", 96), ("MXFP4", 512)):  # several columns, which some tables give to a GEMM
+        yield mul_mat_case(quant, 33, 3, k, act="f32").where(kernel="gemv")
+    yield mul_mat_case("Q4_K", 33, 5, 512, act="q8_1").where(kernel="gemv")
     yield mul_mat_case("Q8_0", 33, 19, 256, act="f16", amax=10 * HUGE).where(**MATRICES)
     yield mul_mat_case("F32", 11, 6, 132, act="f32").where(tiles="shared")  # factors of low rank
     yield mul_mat_case("F32", 132, 11, 9, act="f32").where(tiles="shared")
