@@ -11,17 +11,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vkback.autotune.chain_trial import ChainTrial, rows_by_tokens
-from vkback.autotune.search import RELATIVE_NOISE
-from vkback.autotune.tunable import Chosen, Trial, TuneResult
+from vkback.autotune.chain_trial import ChainFamily, ChainTrial
+from vkback.autotune.tunable import Chosen, Trial
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
 from vkback.graph import Node
@@ -39,8 +38,6 @@ from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Bench, too_long
 from vkback.tuning.lookup import Overrides, Tuning
-from vkback.tuning.row import Row
-from vkback.tuning.table import row_lines
 
 CHECKED_TOKENS = 48
 """Tokens whose results are compared: the first, the last, and others drawn at random, all heads of each."""
@@ -222,18 +219,12 @@ def compile_points(device: Device, library: ShaderLibrary, node: Node, points: I
     compile_kernels(device, library, [d for p in good for d in lowered(node, p, ctx)])
 
 
-class PromptAttention:
+class PromptAttention(ChainFamily[PromptPoint]):
     """Attention of prompts as a `Tunable`. The incumbent is what the tables that come with vkback say."""
 
     journal = "prompt attention"
     families = ("attention",)
-    relative_noise = RELATIVE_NOISE
-
-    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-        self.device, self.library, self.ctx = device, library, ctx
-
-    def opened(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    least = DECODE_TOKENS + 1
 
     def point(self, values: Iterable[Any]) -> PromptPoint:
         return PromptPoint(*values)
@@ -269,14 +260,6 @@ class PromptAttention:
             return PromptTrial(Bench(self.device, self.library, problem, self.ctx, cold_bytes=1), self.ctx, tokens, want)
 
         return open_trial
-
-    def learn(self, tables: Tuning) -> None:
-        """Nothing: a chain of launches holds one attention."""
-
-    def rows(self, results: Sequence[TuneResult[PromptPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
-        """From the journal alone, beside the rows about generation, which stay."""
-        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
-        return stays + list(rows_by_tokens("attention", results, DECODE_TOKENS + 1, card))
 
 
 def sample(problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, Self, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback.autotune.gemv_rows import edges
+from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Setting, TuneResult
+from vkback.device import Device
 from vkback.evaluate.judge import judge
 from vkback.graph import Node
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
+from vkback.shader import ShaderLibrary
 from vkback.timing.launches import WARM_S, Bench, Measurement
+from vkback.tuning.lookup import Tuning
+from vkback.tuning.row import Row
 from vkback.tuning.table import row_lines
 
 SOFTWARE_LAUNCHES = 2
@@ -76,6 +82,28 @@ class ChainTrial(Generic[P]):
 
     def nbytes(self, point: P) -> int:
         return sum(d.nbytes for d in OPS[self.node.op].lower(self.node, self.with_point(point)))
+
+
+class ChainFamily(Generic[P]):
+    """What the `Tunable`s of such ops share. families: the one family that they tune; least: the fewest tokens of a row."""
+
+    families: ClassVar[tuple[str, ...]]
+    least: ClassVar[int]
+    relative_noise = RELATIVE_NOISE
+
+    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+        self.device, self.library, self.ctx = device, library, ctx
+
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def learn(self, tables: Tuning) -> None:
+        """Nothing: a chain of launches holds one op."""
+
+    def rows(self, results: Sequence[TuneResult[P]], present: Sequence[Row], card: str) -> list[list[str]]:
+        """From the journal alone, beside rows that choose no kernel (by hand, or about generation), which stay."""
+        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
+        return stays + list(rows_by_tokens(self.families[0], results, self.least, card))
 
 
 def rows_by_tokens(family: str, results: Sequence[TuneResult[P]], least: int, card: str) -> Iterator[list[str]]:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from vkback.autotune.chain_trial import ChainTrial, rows_by_tokens
+from vkback.autotune.chain_trial import ChainFamily, ChainTrial
 from vkback.autotune.family_point import legal
-from vkback.autotune.search import RELATIVE_NOISE
-from vkback.autotune.tunable import Chosen, Trial, TuneResult
+from vkback.autotune.tunable import Chosen, Trial
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.graph import Node
@@ -36,8 +35,6 @@ from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Bench, too_long
 from vkback.tuning.lookup import Overrides, Tuning
-from vkback.tuning.row import Row
-from vkback.tuning.table import row_lines
 
 MIN_TOKENS = 17
 """Of a task: with fewer a delta net runs in steps, whose states may be kept."""
@@ -189,18 +186,12 @@ class DeltaTrial(ChainTrial[DeltaPoint]):
         compile_points(self.bench.device, self.bench.library, self.node, points, self.ctx)
 
 
-class DeltaNets:
+class DeltaNets(ChainFamily[DeltaPoint]):
     """Delta nets of prompts as a `Tunable`. The incumbent is what the tables that come with vkback say."""
 
     journal = "delta net"
     families = ("delta_net",)
-    relative_noise = RELATIVE_NOISE
-
-    def __init__(self, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-        self.device, self.library, self.ctx = device, library, ctx
-
-    def opened(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    least = MIN_TOKENS
 
     def point(self, values: Iterable[Any]) -> DeltaPoint:
         return DeltaPoint(*values)
@@ -232,11 +223,3 @@ class DeltaNets:
             return DeltaTrial(Bench(self.device, self.library, problem, self.ctx, cold_bytes=1), self.ctx, np.arange(task.n), want)
 
         return open_trial
-
-    def learn(self, tables: Tuning) -> None:
-        """Nothing: a chain of launches holds one delta net."""
-
-    def rows(self, results: Sequence[TuneResult[DeltaPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
-        """From the journal alone, beside rows by hand that choose no kernel, which stay."""
-        stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
-        return stays + list(rows_by_tokens("delta_net", results, MIN_TOKENS, card))
