@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, bars, model_path, one_of, output_file, picture_file
-from vkback.cli.terminal import fit
+from vkback.cli.terminal import fit, progress_bar
 
 if TYPE_CHECKING:
     from vkback.evaluate.node_compare import Comparison
@@ -145,12 +145,8 @@ def batch_of(model: Model, prompt: str | None, count: int, at_once: bool, ctx: i
 @contextmanager
 def bar(total: int, what: str, shown: bool) -> Iterator[Callable[[], object]]:
     """A progress bar on a terminal; gives what moves it on by one."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+    with progress_bar(shown=shown) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
 

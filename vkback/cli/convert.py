@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.shell import JsonOption, UsageError, output_file
+from vkback.cli.terminal import progress_bar
 from vkback.units import params_text, size_text
 
 
@@ -20,8 +21,6 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Write a model of safetensors as GGUF, with its tokenizer and chat template, for vkback and llama.cpp."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
     from vkback.gguf.safetensors import read_folder
@@ -38,9 +37,7 @@ def convert(
     target = out or folder / f"{folder.resolve().name}-{'model' if kind == 'auto' else kind}.gguf"
     output_file(target, "OUT")
     total = sum(t.raw.size // (4 if t.type == "F32" else 2) for t in read_folder(folder).values())
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(share=True) as bar:
         task = bar.add_task("convert", total=total)
         made, size, params = converted(folder, target, kind, pre=pre, on_weights=lambda weights: bar.advance(task, weights))
     if as_json:

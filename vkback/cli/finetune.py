@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, bars, model_path, one_of, output_file, read_text
-from vkback.cli.terminal import fit
+from vkback.cli.terminal import fit, progress_bar
 from vkback.paths import only_writer
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ def finetune(
     """Train adapters (LoRA) beside the weights of a model, which stay as they are in the file, quantized or not. Writes an adapter file
     that `vkback run --lora` and llama.cpp load, as it was at the lowest held-back loss, and beside it OUT.state, from which --resume goes
     on bit for bit."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from vkback.device import Device
     from vkback.models.registry import Model
@@ -88,12 +86,9 @@ def finetune(
     )
     if resume and not state.is_file():
         raise UsageError(f"--resume: there is no {state}; begin without it")
-    console = Console(stderr=True)
 
     def say(line: str) -> None:
         print("\n".join(fit(line)), file=sys.stderr if as_json else sys.stdout)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
     def busy() -> None:
         raise UsageError(f"-o {out}: another finetune run is writing it; wait for its end, or give another name")
@@ -111,7 +106,7 @@ def finetune(
                 raise UsageError(f"--resume: {out}, which held the adapters of step {run.record.best[0]}, is gone; begin without it")
             say(f"going on after step {run.trainer.t}")
         begun, first = time.perf_counter(), run.trainer.t
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("finetune", total=steps, completed=first)
 
             def on_step(step: int, loss: float) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, bars, model_path, output_file, read_text
-from vkback.cli.terminal import fit
+from vkback.cli.terminal import fit, progress_bar
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 from vkback.units import counted
 
@@ -32,7 +32,6 @@ def imatrix(
     """Gather importances: of every matrix the mean squares of the activations that its columns meet, of experts for each expert. Without a
     text, --in-file alone joins files."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from vkback.gguf.imatrix import read_imatrix, write_imatrix
 
@@ -62,10 +61,9 @@ def imatrix(
         bos = tokenizer.bos if tokenizer is not None and tokenizer.add_bos else None
         parts = chunks_of(ids, chunk, chunks, bos)
         console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with ExitStack() as stack:
             opened_device = stack.enter_context(Device.open(device))
-            bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+            bar = stack.enter_context(progress_bar())
             task = bar.add_task("importances", total=len(parts))
             found = gather_importances(
                 opened,

@@ -34,7 +34,7 @@ from vkback.cli.shell import (
     output_file,
     read_text,
 )
-from vkback.cli.terminal import fit
+from vkback.cli.terminal import fit, progress_bar
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def perplexity(
     """Perplexity of a text by the rule of llama-perplexity, with its standard error. With --kl-base also how far the probabilities are from
     those of another file or setting: Kullback-Leibler divergence, and how often both find the same token likeliest."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from vkback.evaluate.kl import BaseReader, BaseWriter, Divergences, describe_text
     from vkback.evaluate.perplexity import count_chunks
@@ -88,7 +87,6 @@ def perplexity(
         ctx=chunk, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
     )
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # The base is opened first: a file that is none is refused before a model loads for minutes.
     with ExitStack() as stack:
         reader = stack.enter_context(BaseReader(kl_base)) if kl_base is not None else None
@@ -114,7 +112,7 @@ def perplexity(
                 found.add(reader.rows(len(targets)), logits, targets)
 
         begun = time.perf_counter()
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        with progress_bar() as bar:
             task = bar.add_task("perplexity", total=count)
 
             def on_chunk(so_far: float) -> None:

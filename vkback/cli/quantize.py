@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.shell import DeviceOption, JsonOption, UsageError, bars, load_model, load_options, model_path, output_file
-from vkback.cli.terminal import fit
+from vkback.cli.terminal import fit, progress_bar
 from vkback.units import counted, params_text, size_text
 
 if TYPE_CHECKING:
@@ -112,18 +112,14 @@ def _stem(path: Path, f: Any) -> str:
 
 def _write(plan: QuantizePlan, out: Path, encode: str, device: str | None, threads: int | None) -> str:
     """Writes the file; says where it was encoded."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from vkback.models.quantize import quantize as written
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         encoder, where = _encoder(plan, encode, device)
         if encoder is not None:
             stack.enter_context(encoder)
-        bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+        bar = stack.enter_context(progress_bar(share=True))
         task = bar.add_task(f"{plan.type} on {where}", total=plan.elements)
         advance: Callable[[int], object] = lambda weights: bar.advance(task, weights)  # noqa: E731
         written(plan, out, threads=threads, encoder=encoder, on_weights=advance)

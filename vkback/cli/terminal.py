@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from vkback.terminal import redraws
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from vkback.device import Capabilities
     from vkback.shader import Variant
 
@@ -107,3 +109,15 @@ class StatusLine:
     def _put(self, text: str) -> None:
         if self._on:
             print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+
+
+def progress_bar(*, share: bool = False, shown: bool = True) -> Progress:
+    """A bar on stderr with what is left, gone when it is done; none where that is no terminal. It says how many of how many; with
+    `share` percent."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    amount = TaskProgressColumn() if share else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
