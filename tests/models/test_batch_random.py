@@ -21,6 +21,8 @@ from vkback.models.synth import synthesize
 
 MOST = 40
 """Most tokens made of a text."""
+BLOCK = 500
+"""Schedules of one exhaustive test; twenty of them are 10 000, which `-n` hands to several processes."""
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +116,15 @@ def run(batch: Batch, engine: Engine, texts_alone: dict[tuple[int, ...], list[in
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("many", [12, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("first", "many"), [(0, 12), *(pytest.param(first, BLOCK, marks=pytest.mark.exhaustive) for first in range(0, 20 * BLOCK, BLOCK))]
+)
 def test_random_schedules_on_a_model(
-    many: int, engine: Engine, texts_alone: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
+    first: int, many: int, engine: Engine, texts_alone: dict[tuple[int, ...], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Batch(engine, sequences=6, page=PAGE, rows=13 * PAGE) as batch:
         bounded = Bounded(batch, monkeypatch)
-        for seed in range(many):
+        for seed in range(first, first + many):
             try:
                 run(batch, engine, texts_alone, seed, bounded)
             except Exception as e:
