@@ -283,6 +283,8 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("llama", {"block_count": 56, "expert_count": 8}, "8x22B"),
         ("llama", {"block_count": 88}, "?B"),
         ("gemma2", {"block_count": 42}, "9B"),
+        ("gemma3n", {"block_count": 30}, "E2B"),
+        ("gemma3n", {"block_count": 35}, "E4B"),
         ("gemma4", {"block_count": 30}, "26B.A4B"),
         ("gemma4", {"block_count": 35}, "E2B"),
         ("llama4", {"expert_count": 16}, "17Bx16E (Scout)"),
@@ -349,6 +351,7 @@ UNFUSED = {
     "tiny-qwen35moe": {"DELTA_NET", "SIGMOID"},
     "tiny-qwen3next": {"DELTA_NET", "SIGMOID"},
     "tiny-lfm2": {"SHORT_CONV", "FLASH_ATTN_EXT"},
+    "tiny-gemma3n": {"ALTUP_PREDICT", "ALTUP_CORRECT", "GAUSSIAN_TOPK", "FLASH_ATTN_EXT"},
 }
 """Ops of an architecture's own, which its tiny models run where nothing is fused."""
 
@@ -365,6 +368,7 @@ ALONE = {
     "tiny-gemma4": {"RMS_NORM"},
     "tiny-gemma4-moe": {"RMS_NORM"},
     "tiny-gemma4-ple": {"RMS_NORM", "ROPE"},
+    "tiny-gemma3n": {"RMS_NORM", "ROPE"},
 }
 """Ops that stay nodes of their own: the norm of groups behind a recurrence, norms of heads with weights for each, RoPE before norms,
 norms of V, and RoPE of Q where K is another layer's."""
@@ -481,6 +485,16 @@ REFUSED = [
     keys("gemma4", r"rope\.dimension_count_swa is 32, expected an even number, at most the head size 24", rope__dimension_count_swa=32),
     keys("gemma4-ple", r"shared_kv_layers is 5, expected so few that both kinds of attention", attention__shared_kv_layers=5),
     *lacking("gemma4-ple", "per_layer_token_embd.weight", "blk.5.inp_gate.weight", "blk.2.attn_k.weight"),
+    keys("gemma3n", r"altup\.num_inputs is 9, expected at most 8", altup__num_inputs=9),
+    keys("gemma3n", r"altup_proj\.weight has shape \[288, 96\], the hyperparameters say \[192, 96\]", altup__num_inputs=3),
+    keys("gemma3n", r"altup\.active_idx \(1\)", altup__active_idx=1),
+    keys(
+        "gemma3n",
+        r"activation_sparsity_scale is 2 values, expected a number up to 100, or -inf, for each",
+        activation_sparsity_scale=[1.0, 0.5],
+    ),
+    keys("gemma3n", r"embedding_length_per_layer_input is 0 or missing", embedding_length_per_layer_input=None),
+    *lacking("gemma3n", "altup_proj.weight", "altup_unembd_proj.weight", "blk.1.laurel_r.weight", "blk.5.altup_router.weight"),
     *lacking("gemma4-moe", "blk.1.ffn_gate_inp.scale", "blk.3.ffn_down_exps.weight"),
     *lacking("ernie4-5-moe", "blk.1.ffn_up_shexp.weight", "blk.0.ffn_up.weight"),
     *lacking("minimax-m2", "blk.1.exp_probs_b.bias", "blk.0.attn_k_norm.weight"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -128,6 +128,11 @@ class HParams:
             path = self.files.get(name, self.path)
             raise GgufError(f"[gguf] {path}: tensor {name} has shape {list(found.shape)}, the hyperparameters say {list(shape)}")
         return found
+
+    def with_scaled(self, scales: Mapping[str, float]) -> HParams:
+        """The same with weights of one axis times a constant, where there are weights of these names."""
+        made = {name: replace(w, recipe=Recipe("plain", (name,), scales[name])) for name, w in self.weights.items() if name in scales}
+        return replace(self, weights={**self.weights, **made})
 
     def missing(self, name: str, instead: str = "") -> GgufError:
         """instead: other tensors that could be there in its place."""

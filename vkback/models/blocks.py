@@ -3,6 +3,7 @@ tensor. An architecture's file puts them together, and has what only it needs in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
@@ -167,10 +168,16 @@ FeedForward = Callable[[GraphBuilder, Tensor, int], Tensor]
 """Of layer `il` over its normed input [n, n_embd] -> [n, n_embd]."""
 
 
-def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Glu = SWIGLU) -> Tensor:
-    """Dense, with a gate: down(glu(gate(x), up(x))). width: of gate and up, default hp's."""
+def feed_forward(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, glu: Glu = SWIGLU, gate_cutoff: float = -math.inf) -> Tensor:
+    """Dense, with a gate: down(glu(gate(x), up(x))).
+
+    width        of gate and up, default hp's
+    gate_cutoff  what a value of the gate must be above their mean to count, in standard deviations (GAUSSIAN_TOPK); -inf: all count
+    """
     width = width or b.hp.n_ff
     gate = b.linear(x, f"blk.{il}.ffn_gate", width, f"ffn_gate-{il}")
+    if gate_cutoff > -math.inf:
+        gate = b.graph.emit("GAUSSIAN_TOPK", f"ffn_gate_sparse-{il}", "F32", gate.shape, (gate,), scale=gate_cutoff)
     up = b.linear(x, f"blk.{il}.ffn_up", width, f"ffn_up-{il}")
     act = b.graph.emit(glu.op, f"ffn_{glu.op.lower()}-{il}", "F32", gate.shape, (gate, up), **glu.params)
     return b.linear(act, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")

@@ -66,7 +66,10 @@ RECURRENT = ("ssm_a", "ssm_d", "ssm_conv1d", "conv")
 """Small tensors of a Mamba-2 block, and the taps of a short convolution. A decays states within a token to some hundreds, by dt and its
 bias, as trained models have them."""
 
-KEPT = ("per_layer_model_proj",)
+MIXING = ("altup_correct_coef", "altup_correct_scale", "altup_predict_coef")
+"""Small tensors of AltUp."""
+
+KEPT = ("altup_proj", "altup_router", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj")
 """What llama-quantize leaves as it is."""
 
 SHAPES: dict[str, ModelShape] = {name: shape for known in ARCHITECTURES.values() for name, shape in known.shapes.items()}
@@ -229,7 +232,7 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str, chosen: Mapping[s
     """The type of a tensor: norms, biases, sinks, frequencies, positions, token types, routers and the small tensors of recurrences are
     F32 in every file, the rest as the mix says, else as the rules of llama-quantize chose, else UNIFORM."""
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = ("attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
+    floats = (*MIXING, "attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
     if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
         return "F32"
     if stem in KEPT:

@@ -19,7 +19,6 @@ LACKS: dict[str, str] = {
     "gemma4-assistant": "layers that read another model's cache",
     "grok": "the scales and norms of Grok's experts",
     "clip": "pictures for an input",
-    "gemma3n": "four residual streams (AltUp) and per-layer embeddings",
     "grovemoe": "experts that a group of experts shares",
     "jamba": "the scan of Mamba-1",
     "kimi-linear": "a delta net whose decay differs by channel (KDA)",

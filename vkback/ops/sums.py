@@ -11,6 +11,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.copies.copy_cases import NONE, view_of
+from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.general import is_general, lower_general, view_in
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, type_word
@@ -64,6 +65,10 @@ class Mean(Sums):
     """MEAN(x F32 [..., k]) -> F32 [..., 1], the mean of each row."""
 
     name = "MEAN"
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """A sum over each row, and a product."""
+        return {"fadd": node.inputs[0].elements, "fmul": node.outputs[0].elements}
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         return [np.mean(np.asarray(inputs[0], np.float64), axis=-1, keepdims=True)]

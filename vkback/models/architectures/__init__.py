@@ -16,6 +16,7 @@ NAMES = (
     "falcon_h1",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma_embedding",
     "glm4moe",

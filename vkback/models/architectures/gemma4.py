@@ -9,8 +9,7 @@ stream is the published one divided by the scales so far (`scales_so_far`).
 Mixture of experts: beside the dense feed-forward, on norms of their own; the router reads the same sum, normed without a weight, times
 `ffn_gate_inp.scale` / sqrt(n_embd), and an expert's part has a scale (`ffn_down_exps.scale`).
 
-Per-layer embeddings (PLE): each token has a vector for every layer, from a table and from its embedding (`inp_per_layer`). A layer ends
-with GELU of a product of the stream, times that vector, back to the stream's width, normed and added.
+With per-layer embeddings (vkback/models/per_layer.py) a layer ends with what these add.
 """
 
 from __future__ import annotations
@@ -24,15 +23,23 @@ import numpy as np
 
 from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import Heads, HParams, Metadata, Rope
-from vkback.graph import Recipe, Tensor
+from vkback.graph import Tensor
 from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import Glu, attention, experts, feed_forward, rms_norm, with_scales_by_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
+from vkback.models.per_layer import (
+    PER_LAYER,
+    PER_LAYER_SCALES,
+    outer_per_layer_tensors,
+    per_layer_part,
+    per_layer_tensors,
+    per_layer_vectors,
+)
 from vkback.models.shape import LayerShape, ModelShape, Tensors
-from vkback.ops.view import View
+from vkback.models.shared_kv import SHARED, kv_sources
 
-PATTERN, SHARED, PER_LAYER = "attention.sliding_window_pattern", "attention.shared_kv_layers", "embedding_length_per_layer_input"
+PATTERN = "attention.sliding_window_pattern"
 LOCAL_BASE = 10000.0
 """RoPE base of layers with a window, unless `rope.freq_base_swa` says otherwise."""
 GEGLU = Glu("GEGLU")
@@ -41,8 +48,6 @@ SMALLEST = 1e-6
 """Scale of a layer's output, at least, and one divided by the largest."""
 FARTHEST = 2.0**20
 """What the graph's stream may be of the published one: squares of it are to be floats."""
-PLE = "inp_per_layer"
-"""The vectors of all layers, F32 [n, n_layer, width]."""
 
 
 def layers(period: int, kv: tuple[int, int], n_head: int, n_ff: tuple[int, ...]) -> tuple[LayerShape, ...]:
@@ -262,7 +267,7 @@ class Gemma4(Architecture):
             raise m.fail("rope.dimension_count_swa", n_dims, f"an even number, at most the head size {dim_k}")
         local = replace(hp.rope, n_dims=n_dims, freq_base=m.freq_base("rope.freq_base_swa", LOCAL_BASE), factors="")
         sees_all = m.pattern(PATTERN, hp.n_layer, 0)
-        sources = self.sources(sees_all)
+        sources = kv_sources(m, sees_all)
         self.kinds = [
             Kind(hp.rope, Heads(hp.n_head, n, hp.head_dim_k, hp.head_dim_v), 0, source)
             if whole
@@ -270,34 +275,12 @@ class Gemma4(Architecture):
             for whole, n, source in zip(sees_all, n_kv, sources, strict=True)
         ]
 
-    def sources(self, sees_all: tuple[bool, ...]) -> list[int | None]:
-        """Of each layer the one whose K and V it attends to, None for its own. Raises GgufError where there is none."""
-        n_layer = self.hp.n_layer
-        first = n_layer - self.metadata.count(SHARED, 0, least=0)
-        last = {kind: il for il, kind in enumerate(sees_all[: max(first, 0)])}
-        if not set(sees_all[max(first, 0) :]) <= last.keys():
-            expected = f"so few that both kinds of attention are among the layers before the last so many of {n_layer}"
-            raise self.metadata.fail(SHARED, n_layer - first, expected)
-        return [None if il < first else last[kind] for il, kind in enumerate(sees_all)]
-
     def embed(self, b: GraphBuilder) -> Tensor:
         x = super().embed(b)
         scaled = b.graph.emit("SCALE", "inp_scaled", "F32", x.shape, (x,), scale=math.sqrt(self.hp.n_embd), bias=0.0)
         if self.n_per_layer:
-            self.per_layer(b, x)
+            per_layer_vectors(b, x, self.n_per_layer)
         return scaled
-
-    def per_layer(self, b: GraphBuilder, x: Tensor) -> None:
-        """The vectors of all layers, from tokens and their embedding x, not yet scaled: the published scale of the product is the inverse
-        of the embedding's. The published 1 / sqrt(2) of the sum is in both of its parts."""
-        hp, width = self.hp, self.n_per_layer
-        shape = (b.n, hp.n_layer, width)
-        table = hp.weight("per_layer_token_embd.weight", (hp.n_vocab, hp.n_layer * width))
-        own = b.graph.emit("GET_ROWS", "inp_per_layer_token", "F32", (b.n, hp.n_layer * width), (table, b.tokens))
-        own = b.graph.emit("SCALE", "inp_per_layer_selected", "F32", own.shape, (own,), scale=math.sqrt(width / 2), bias=0.0)
-        made = b.view(b.linear(x, "per_layer_model_proj", hp.n_layer * width, "per_layer_model"), shape)
-        made = rms_norm(b, made, "per_layer_proj_norm", "per_layer_proj", plain="per_layer_rms")
-        b.graph.emit("ADD", PLE, "F32", shape, (made, b.view(own, shape)))
 
     def layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
         kind, eps = self.kinds[il], self.eps(il)
@@ -316,7 +299,8 @@ class Gemma4(Architecture):
             if self.rescaled[il] == 1.0:
                 return x
             return b.graph.emit("SCALE", f"out_scaled-{il}", "F32", x.shape, (x,), scale=self.rescaled[il], bias=0.0)
-        x = self.with_per_layer(b, b.add(y, x, f"ffn_residual-{il}"), il)
+        x = b.add(y, x, f"ffn_residual-{il}")
+        x = b.add(per_layer_part(b, x, il, self.n_per_layer), x, f"per_layer_residual-{il}")
         if not self.has_scales:
             return x
         return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(f"blk.{il}.{OUTPUT_SCALE}", (1,))))
@@ -340,27 +324,12 @@ class Gemma4(Architecture):
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm_2", f"ffn_moe-{il}", plain=f"ffn_moe_rms-{il}")
         return b.add(dense, y, f"ffn_moe_combined-{il}")
 
-    def with_per_layer(self, b: GraphBuilder, x: Tensor, il: int) -> Tensor:
-        """The stream x with what the tokens' vectors of this layer add."""
-        hp, width = self.hp, self.n_per_layer
-        whole = Tensor(PLE, "F32", (b.n, hp.n_layer, width))
-        view = View(il * width, (b.n, width), (hp.n_layer * width, 1))
-        own = b.graph.emit("CONT", f"inp_per_layer-{il}", "F32", (b.n, width), (whole,), view=view)
-        own = b.last_token(own, il, "inp_per_layer_last")
-        gate = b.linear(x, f"blk.{il}.inp_gate", width, f"per_layer_gate-{il}")
-        y = b.graph.emit("GEGLU", f"per_layer_geglu-{il}", "F32", gate.shape, (gate, own))
-        y = b.linear(y, f"blk.{il}.proj", hp.n_embd, f"per_layer_out-{il}")
-        y = rms_norm(b, y, f"blk.{il}.post_norm", f"per_layer_embd_out-{il}", plain=f"per_layer_out_rms-{il}")
-        return b.add(y, x, f"per_layer_residual-{il}")
-
     @classmethod
     def outer_tensors(cls, s: ModelShape) -> Tensors:
         if not all(s.metadata[PATTERN][: s.n_layer]):  # divisors are of layers without a window, which the first few may all have
             yield from super().outer_tensors(s)
         if width := int(s.metadata.get(PER_LAYER, 0)):
-            yield "per_layer_token_embd.weight", (s.n_vocab, s.n_layer * width)
-            yield "per_layer_model_proj.weight", (s.n_layer * width, s.n_embd)
-            yield "per_layer_proj_norm.weight", (width,)
+            yield from outer_per_layer_tensors(s, width)
 
     @classmethod
     def tensors_of_layer(cls, s: ModelShape, il: int) -> Tensors:
@@ -394,9 +363,7 @@ class Gemma4(Architecture):
             yield "post_ffw_norm_2.weight", (s.n_embd,)
             yield "pre_ffw_norm_2.weight", (s.n_embd,)
         if per_layer:
-            yield "inp_gate.weight", (per_layer, s.n_embd)
-            yield "proj.weight", (s.n_embd, per_layer)
-            yield "post_norm.weight", (s.n_embd,)
+            yield from per_layer_tensors(s, per_layer)
 
 
 def scales_so_far(own: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -437,6 +404,5 @@ def scaled(hp: HParams, so_far: Sequence[float]) -> HParams:
     scales = {f"blk.{il}.ffn_gate_inp.scale": 1.0 / math.sqrt(hp.n_embd) for il in range(hp.n_layer)}
     for il, whole in enumerate(so_far[:-1]):
         scales |= {f"blk.{il}.{norm}.weight": 1.0 / whole for norm in ("post_attention_norm", "post_ffw_norm") if whole != 1.0}
-    scales["per_layer_proj_norm.weight"] = math.sqrt(0.5)
-    made = {name: replace(hp.weights[name], recipe=Recipe("plain", (name,), scale)) for name, scale in scales.items() if name in hp.weights}
-    return replace(hp, weights={**hp.weights, **made})
+    scales |= PER_LAYER_SCALES
+    return hp.with_scaled(scales)
