@@ -21,10 +21,10 @@ if TYPE_CHECKING:
         OutOfDeviceMemory,
         Timeout,
     )
-    from vkback.device.instance import ValidationMessage, list_devices
+    from vkback.device.instance import ValidationMessage, list_devices, selectors
     from vkback.device.kernel import Kernel, KernelSpec
-    from vkback.device.memory import Arena, BufferRange
-    from vkback.device.queue import Ticket
+    from vkback.device.memory import Arena, BufferRange, HostPages
+    from vkback.device.queue import Gate, Ticket
     from vkback.device.recorder import Commands, Recorder
     from vkback.device.spirv import PushConstant, inspect
     from vkback.device.statistics import CompiledText, Statistic
@@ -41,7 +41,9 @@ __all__ = [
     "DeviceError",
     "DeviceLost",
     "FeatureMissing",
+    "Gate",
     "Heap",
+    "HostPages",
     "Kernel",
     "KernelSpec",
     "MatrixShape",
@@ -60,6 +62,7 @@ __all__ = [
     "inspect",
     "list_devices",
     "profile_ids",
+    "selectors",
 ]
 
 _PLACES = {
@@ -69,10 +72,10 @@ _PLACES = {
         "device": "Device",
         "driver": "alive_objects",
         "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OtherProcess OutOfDeviceMemory Timeout",
-        "instance": "ValidationMessage list_devices",
+        "instance": "ValidationMessage list_devices selectors",
         "kernel": "Kernel KernelSpec",
-        "memory": "Arena BufferRange",
-        "queue": "Ticket",
+        "memory": "Arena BufferRange HostPages",
+        "queue": "Gate Ticket",
         "recorder": "Commands Recorder",
         "spirv": "PushConstant inspect",
         "statistics": "CompiledText Statistic",

@@ -15,9 +15,9 @@ from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, no_hardware, select
 from vkback.device.kernel import Kernel, KernelCache, KernelSpec
-from vkback.device.memory import Arena, BufferRange, Kind, MemoryPool
+from vkback.device.memory import Arena, BufferRange, HostPages, Kind, MemoryPool
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
-from vkback.device.queue import CPU_WAIT_S, WAIT_S, Queue, Ticket
+from vkback.device.queue import CPU_WAIT_S, WAIT_S, Gate, Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
 from vkback.device.statistics import EXTENSION as STATISTICS_EXTENSION
 from vkback.device.statistics import CompiledText, Statistic
@@ -69,7 +69,7 @@ class Device:
         self._driver.fn.vkGetDeviceQueue(self._driver.device, self._family, 0, queue)
         wait_s = CPU_WAIT_S if self.caps.software else WAIT_S
         self._running = None if compile_only else Queue(self._driver, queue[0], self._fault_report, wait_s)
-        self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self._settle)
+        self._memory = MemoryPool(self._driver, physical.handle, instance.fn, self.caps, self.settle)
         self._kernels = KernelCache(self._driver, self.caps)
         self._arenas: list[Arena] = []
         self._commands: set[Commands] = set()
@@ -144,6 +144,18 @@ class Device:
         self._arenas.append(arena)
         return arena
 
+    def import_host(self, purpose: str, pages: HostPages) -> Arena:
+        """Memory of the host as an arena of this device, which other devices may have as well (VK_EXT_external_memory_host). What is
+        allocated first lies first.
+
+        Raises FeatureMissing where driver or memory do not allow it.
+        """
+        self._require_running(f"memory for {purpose}")
+        arena = Arena(self._memory, purpose, pages.size, "imported", pages)
+        self._arenas = [a for a in self._arenas if a.alive]
+        self._arenas.append(arena)
+        return arena
+
     # -- kernels
 
     def kernel(
@@ -208,10 +220,16 @@ class Device:
         self._require_running(name)
         return Recorder(self._driver, self.caps, self._family, name, timestamps, self._commands)
 
-    def submit(self, commands: Commands | Sequence[Commands]) -> Ticket:
-        """Run recordings in order, after everything submitted before. Returns at once, unless one of them is still in flight."""
+    def submit(self, commands: Commands | Sequence[Commands], gate: Gate | None = None) -> Ticket:
+        """Run recordings in order, after everything submitted before. Returns at once, unless one of them is still in flight. gate: they
+        wait for it (`Queue.submit`), and so does what is submitted after them."""
         self._require_open()
-        return self._queue.submit([commands] if isinstance(commands, Commands) else list(commands))
+        return self._queue.submit([commands] if isinstance(commands, Commands) else list(commands), gate)
+
+    def gate(self) -> Gate:
+        """One that submissions of this device may wait for. Close it before the device."""
+        self._require_running("a gate")
+        return Gate(self._driver)
 
     def run(self, recorder: Recorder) -> None:
         """Finish a recording, run it once to its end, and destroy it."""
@@ -335,7 +353,7 @@ class Device:
         if check_validation:
             self.check_validation()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing is in flight; a lost device has nothing in flight."""
         with contextlib.suppress(DeviceLost):
             self._queue.last.wait()

@@ -186,6 +186,21 @@ def without_duplicates(found: Sequence[PhysicalDevice]) -> list[PhysicalDevice]:
     return kept
 
 
+def selectors(given: Any) -> list[Any]:
+    """The devices that are asked for: a list or tuple as it is, a text or VKBACK_DEVICE cut at commas, but for those in parentheses, which
+    names of devices have."""
+    if given is None:
+        found = _cut_at_commas(os.environ.get("VKBACK_DEVICE", ""))
+        return found if len(found) > 1 else [None]
+    if isinstance(given, str):
+        return _cut_at_commas(given)
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _cut_at_commas(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
+
+
 def select(devices: Sequence[PhysicalDevice], selector: str | int | None) -> PhysicalDevice:
     """The device that a selector means: index, part of a name, or UUID. For None, VKBACK_DEVICE is used.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -21,13 +22,18 @@ from vkback.device.driver import (
     struct,
     vk,
 )
-from vkback.device.errors import DeviceError, FeatureMissing, OutOfDeviceMemory, human_bytes
+from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, OutOfDeviceMemory, human_bytes
 
-Kind = Literal["device", "upload", "readback", "host_visible_device"]
+Kind = Literal["device", "upload", "readback", "host_visible_device", "imported"]
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 256
 """Alignment of every range: the largest minStorageBufferOffsetAlignment that a device may have."""
+
+HOST_ALIGNMENT = 1 << 16
+"""Alignment of host memory that is imported: the largest minImportedHostPointerAlignment that a device may have."""
+
+EXTERNAL_HOST = "VK_EXT_external_memory_host"
 
 PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     "device": (
@@ -46,6 +52,10 @@ PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
         (frozenset({"host_visible", "host_coherent"}), frozenset()),
     ),
     "host_visible_device": ((frozenset({"device_local", "host_visible", "host_coherent"}), frozenset()),),
+    "imported": (
+        (frozenset({"host_visible", "host_coherent", "host_cached"}), frozenset({"device_local"})),
+        (frozenset({"host_visible", "host_coherent"}), frozenset()),
+    ),
 }
 """For each kind, in order of preference: flags that a memory type must have, and flags that it must not have. Memory that the host uses is
 coherent, so nothing is ever flushed."""
@@ -65,6 +75,16 @@ def choose_memory_type(types: Sequence[MemoryType], heaps: Sequence[Heap], allow
         if fits:
             return max(fits, key=lambda i: heaps[types[i].heap].size)
     return None
+
+
+class HostPages:
+    """Zeroed memory of the host, of at least so many bytes, which several devices may import. It lives as long as this object."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.size = -(-nbytes // HOST_ALIGNMENT) * HOST_ALIGNMENT
+        self._memory = mmap.mmap(-1, self.size + HOST_ALIGNMENT)
+        whole = int(ffi.cast("uintptr_t", ffi.from_buffer(self._memory)))
+        self.address = -(-whole // HOST_ALIGNMENT) * HOST_ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,8 +143,8 @@ class Arena:
     sum to `nbytes` fit.
     """
 
-    def __init__(self, pool: MemoryPool, purpose: str, nbytes: int, kind: Kind) -> None:
-        """Use `Device.arena`."""
+    def __init__(self, pool: MemoryPool, purpose: str, nbytes: int, kind: Kind, pages: HostPages | None = None) -> None:
+        """Use `Device.arena`, or with pages `Device.import_host`."""
         if kind not in PREFERENCES:
             raise DeviceError(f"[memory] arena {purpose!r}: unknown kind {kind!r}, expected one of {', '.join(PREFERENCES)}")
         if nbytes <= 0:
@@ -133,11 +153,15 @@ class Arena:
         self.kind: Kind = kind
         self.nbytes = _aligned(nbytes)
         self._pool = pool
+        self._pages = pages
         self._blocks: list[_Block] = []
         self._given = 0
         self.alive = True
         pool.driver.count("Arena", 1)
         try:
+            if pages is not None:
+                self._blocks.append(pool.imported(purpose, pages))
+                return
             left = self.nbytes
             while left > 0:
                 size = min(left, pool.block_limit)
@@ -277,11 +301,48 @@ class MemoryPool:
         self._taken[chosen.heap] += size
         return _Block(buffer, memory, size, chosen.heap, address)
 
+    def imported(self, purpose: str, pages: HostPages) -> _Block:
+        """A buffer over memory of the host, which is of no heap. Raises FeatureMissing where that cannot be."""
+        driver, caps = self.driver, self._caps
+        refused = f"[memory] arena {purpose!r}: {caps.name} cannot import memory of the host"
+        if EXTERNAL_HOST not in caps.extensions:
+            raise FeatureMissing(f"{refused}, it lacks {EXTERNAL_HOST}. Copy through memory of kind 'readback' and 'upload'")
+        kind = vk.VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT
+        where = ffi.cast("void *", pages.address)
+        usage = vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
+        try:
+            with contextlib.ExitStack() as undo:
+                chain = struct("VkExternalMemoryBufferCreateInfo", handleTypes=kind)
+                buffer = driver.create("Buffer", struct("VkBufferCreateInfo", chain, size=pages.size, usage=usage), purpose)
+                undo.callback(driver.destroy, "Buffer", buffer)
+                needs = ffi.new("VkMemoryRequirements *")
+                driver.fn.vkGetBufferMemoryRequirements(driver.device, buffer, needs)
+                fits = struct("VkMemoryHostPointerPropertiesEXT")
+                driver.call("vkGetMemoryHostPointerPropertiesEXT", driver.device, kind, where, fits, about=purpose)
+                index = choose_memory_type(caps.memory_types, caps.heaps, needs.memoryTypeBits & fits.memoryTypeBits, "imported")
+                if index is None or needs.size > pages.size:
+                    raise FeatureMissing(f"{refused}: no memory type fits. Copy through memory of kind 'readback' and 'upload'")
+                info = struct("VkImportMemoryHostPointerInfoEXT", handleType=kind, pHostPointer=where)
+                memory = driver.create(
+                    "Memory", struct("VkMemoryAllocateInfo", info, allocationSize=pages.size, memoryTypeIndex=index), verb="Allocate"
+                )
+                undo.callback(driver.destroy, "Memory", memory, verb="Free")
+                driver.call("vkBindBufferMemory", driver.device, buffer, memory, 0, about=purpose)
+                undo.pop_all()
+        except DeviceLost:
+            raise
+        except FeatureMissing:
+            raise
+        except DeviceError as error:
+            raise FeatureMissing(f"{refused}: {error}. Copy through memory of kind 'readback' and 'upload'") from error
+        return _Block(buffer, memory, pages.size, -1, pages.address)
+
     def give_back(self, block: _Block) -> None:
         """Destroy a buffer and free its memory."""
         self.driver.destroy("Buffer", block.buffer)
         self.driver.destroy("Memory", block.memory, verb="Free")
-        self._taken[block.heap] -= block.size
+        if block.heap >= 0:
+            self._taken[block.heap] -= block.size
 
     def _out_of_memory(self, call: str, asked: int, heap: int, purpose: str) -> OutOfDeviceMemory:
         result = "VK_ERROR_OUT_OF_DEVICE_MEMORY"

@@ -167,7 +167,7 @@ class _Bits:
             borrowed.sType = BFLOAT16_FEATURES_STYPE
             used.append("VK_KHR_shader_bfloat16")
         # Without structs of features; a device that lists portability_subset demands that it is enabled.
-        used.extend(e for e in ("VK_EXT_memory_budget", "VK_KHR_portability_subset") if e in extensions)
+        used.extend(e for e in ("VK_EXT_memory_budget", "VK_EXT_external_memory_host", "VK_KHR_portability_subset") if e in extensions)
         chain.add("VkPhysicalDeviceFeatures2")
         fn.vkGetPhysicalDeviceFeatures2(handle, chain.head)
         self._chain, self._used = chain, used

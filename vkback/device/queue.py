@@ -46,30 +46,83 @@ class Ticket:
         self.queue.wait(self.value, self.queue.wait_s if timeout_s is None else timeout_s, self.label, spin_s)
 
 
+class Gate:
+    """A timeline semaphore that the host signals, and that submissions may wait for: they are queued before it is known when they may run,
+    which a submit at that time would cost tens of microseconds more."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Use `Device.gate`."""
+        self._driver = driver
+        self.handle = timeline(driver)
+        self._signal = struct("VkSemaphoreSignalInfo", semaphore=self.handle)
+        self.value = 0
+        self.last_value = 0
+
+    def next(self) -> int:
+        """The value that the next submission waits for."""
+        self.last_value += 1
+        return self.last_value
+
+    def open(self, value: int) -> None:
+        """Let what waits for `value`, or less, run. What the host wrote before this is visible to it (`Recorder.host_writes`)."""
+        if value > self.value:
+            self._signal.value = value
+            self._driver.call("vkSignalSemaphore", self._driver.device, self._signal)
+            self.value = value
+
+    def destroy(self) -> None:
+        """Nothing may wait for it."""
+        self._driver.destroy("Semaphore", self.handle)
+
+
+def timeline(driver: Driver) -> Handle:
+    """A timeline semaphore at 0."""
+    kind = struct("VkSemaphoreTypeCreateInfo", semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
+    return driver.create("Semaphore", struct("VkSemaphoreCreateInfo", kind))
+
+
 class Queue:
     """The device's one queue. Submissions complete in order; each sees the memory of those before it (see `Recorder`)."""
 
     def __init__(self, driver: Driver, handle: Handle, explain_loss: Callable[[], str], wait_s: float = WAIT_S) -> None:
         self._driver, self._handle, self._explain_loss = driver, handle, explain_loss
         self.wait_s = wait_s
-        kind = struct("VkSemaphoreTypeCreateInfo", semaphoreType=vk.VK_SEMAPHORE_TYPE_TIMELINE, initialValue=0)
-        self._semaphore = driver.create("Semaphore", struct("VkSemaphoreCreateInfo", kind))
+        self._semaphore = timeline(driver)
         self._lock = threading.Lock()
         self._submitted = 0
         self._completed = 0
         self._recent: deque[tuple[int, str]] = deque(maxlen=64)
         self._signal = ffi.new("uint64_t *")
         self._semaphores = ffi.new("VkSemaphore[]", [self._semaphore])
-        timeline = struct("VkTimelineSemaphoreSubmitInfo", signalSemaphoreValueCount=1, pSignalSemaphoreValues=self._signal)
-        self._info = struct("VkSubmitInfo", timeline, signalSemaphoreCount=1, pSignalSemaphores=self._semaphores)
+        signals = struct("VkTimelineSemaphoreSubmitInfo", signalSemaphoreValueCount=1, pSignalSemaphoreValues=self._signal)
+        self._info = struct("VkSubmitInfo", signals, signalSemaphoreCount=1, pSignalSemaphores=self._semaphores)
+        self._wait_value, self._gate = ffi.new("uint64_t *"), ffi.new("VkSemaphore[1]")
+        self._gate_stage = ffi.new("uint32_t *", vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | vk.VK_PIPELINE_STAGE_TRANSFER_BIT)
+        gated = struct(
+            "VkTimelineSemaphoreSubmitInfo",
+            signalSemaphoreValueCount=1,
+            pSignalSemaphoreValues=self._signal,
+            waitSemaphoreValueCount=1,
+            pWaitSemaphoreValues=self._wait_value,
+        )
+        self._gated_info = struct(
+            "VkSubmitInfo",
+            gated,
+            signalSemaphoreCount=1,
+            pSignalSemaphores=self._semaphores,
+            waitSemaphoreCount=1,
+            pWaitSemaphores=self._gate,
+            pWaitDstStageMask=self._gate_stage,
+        )
 
     @property
     def last(self) -> Ticket:
         """The ticket of everything submitted so far."""
         return Ticket(self, self._submitted, "all submitted work")
 
-    def submit(self, commands: Sequence[Commands]) -> Ticket:
-        """Submit recordings in order. One that is still in flight from an earlier submit is waited for first."""
+    def submit(self, commands: Sequence[Commands], gate: Gate | None = None) -> Ticket:
+        """Submit recordings in order. One that is still in flight from an earlier submit is waited for first. gate: they run once it is
+        opened with its `last_value`."""
         for c in commands:
             c.check_usable()
             c.wait()
@@ -77,9 +130,12 @@ class Queue:
         with self._lock:
             buffers = ffi.new("VkCommandBuffer[]", [c.buffer for c in commands])
             self._signal[0] = self._submitted + 1
-            self._info.commandBufferCount = len(commands)
-            self._info.pCommandBuffers = buffers
-            code = self._driver.fn.vkQueueSubmit(self._handle, 1, self._info, NULL)
+            info = self._info
+            if gate is not None:
+                info, self._gate[0], self._wait_value[0] = self._gated_info, gate.handle, gate.last_value
+            info.commandBufferCount = len(commands)
+            info.pCommandBuffers = buffers
+            code = self._driver.fn.vkQueueSubmit(self._handle, 1, info, NULL)
             self._check(code, "vkQueueSubmit", label)
             self._submitted += 1
             ticket = Ticket(self, self._submitted, label)

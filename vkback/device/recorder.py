@@ -266,6 +266,14 @@ class Recorder:
         host = vk.VK_PIPELINE_STAGE_HOST_BIT
         self._steps.append(lambda fn, cmd: fn.vkCmdPipelineBarrier(cmd, work, host, 0, 1, barrier, 0, NULL, 0, NULL))
 
+    def host_writes(self) -> None:
+        """What the host wrote before this ran is visible to copies after it: also what it wrote since the submit, before it opened the gate
+        that the submission waits for."""
+        work = vk.VK_PIPELINE_STAGE_TRANSFER_BIT
+        barrier = struct("VkMemoryBarrier", srcAccessMask=vk.VK_ACCESS_HOST_WRITE_BIT, dstAccessMask=vk.VK_ACCESS_TRANSFER_READ_BIT)
+        host = vk.VK_PIPELINE_STAGE_HOST_BIT
+        self._steps.append(lambda fn, cmd: fn.vkCmdPipelineBarrier(cmd, host, work, 0, 1, barrier, 0, NULL, 0, NULL))
+
     def copy(self, src: BufferRange, dst: BufferRange) -> None:
         """Copy `src` to `dst`, which must be equally long and not overlap it."""
         if src.size != dst.size:
