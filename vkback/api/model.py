@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from vkback.api.tools.known import GENERAL, format_of
 from vkback.api.tools.use import ToolLike, ToolUse, tool_use
 from vkback.api.turns import Turns
 from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
+from vkback.device import Device as VulkanDevice
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
 from vkback.engine.draft_model import ROOM
@@ -55,6 +56,8 @@ from vkback.models.naming import model_title
 from vkback.models.texts import Pooling
 from vkback.ops.lowering import Act
 from vkback.report.bars import Bars
+from vkback.shader import ShaderLibrary
+from vkback.timing.read_rate import measure_read_rate
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
@@ -67,6 +70,9 @@ PINNED_SEQUENCES = 8
 """The same where texts keep their bits whoever is served: one alone takes as long as so many."""
 
 TEMPLATE_KEY = "tokenizer.chat_template"
+
+Devices: TypeAlias = "Device | str | int | Sequence[Device | str | int] | None"
+"""One device, or several."""
 
 Conversation = str | Sequence[Mapping[str, Any]]
 """Messages, or one message of the user."""
@@ -83,7 +89,7 @@ class ChatOptions(GenerateOptions, total=False):
 
 def load(
     model: str | Path = "demo-dense",
-    device: Device | str | int | None = None,
+    device: Devices = None,
     ctx: int | None = None,
     *,
     act: Act = "auto",
@@ -100,11 +106,13 @@ def load(
     spec_earlier: bool = False,
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
+    tensor_split: Sequence[float] | None = None,
     progress: bool | Report = False,
 ) -> LoadedModel:
     """Open a GGUF file, or a built-in model by its name, on a device.
 
-    device    a `vkback.Device`; index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU
+    device    a `vkback.Device`; index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU; a list of these, or a text with
+              commas between them: each has some of the layers, in this order (docs/several_devices.md)
     ctx       tokens of the context; default: as trained, at most 4096
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
@@ -121,6 +129,7 @@ def load(
     spec_earlier  drafts from earlier texts, too
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
+    tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -139,6 +148,7 @@ def load(
         spec_pinned=spec_pinned,
         spec_earlier=spec_earlier,
         lora=adapters_given(lora, lora_scale),
+        tensor_split=None if tensor_split is None else tuple(tensor_split),
         progress=reported(progress),
     )
     loaded = open_model(model, device, options)
@@ -149,18 +159,16 @@ def load(
 
 
 def open_model(
-    model: str | Path, device: Device | str | int | None, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None
+    model: str | Path, device: Devices, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None
 ) -> LoadedModel:
     """As `load`, without its warning of a broken chat template: commands that need one tell of it.
 
     meanwhile: as of `Engine.open`; by default it compiles what nearly every use needs.
     """
-    from vkback.api.device import Device as ApiDevice
-
     path = path_of(model)
-    where = device.raw if isinstance(device, ApiDevice) else given.device("device", device)
+    where = _devices_given(device)
     begun = time.perf_counter()
-    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead)
+    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates)
     if options.model_draft is not None:
         try:
             _attach_draft_model(engine, path_of(options.model_draft), options)
@@ -172,6 +180,29 @@ def open_model(
     if not engine.device.caps.software and engine.model.architecture.causal:  # a CPU driver needs the cores for what runs
         engine.compile_drafts_ahead(drafts, [Options().sampler, Sampler()])
     return LoadedModel(engine, time.perf_counter() - begun, sequences, drafts)
+
+
+def _devices_given(device: Devices) -> VulkanDevice | str | int | Sequence[VulkanDevice | str | int] | None:
+    from vkback.api.device import Device as ApiDevice
+
+    def one(each: Device | str | int | None) -> VulkanDevice | str | int | None:
+        return each.raw if isinstance(each, ApiDevice) else given.device("device", each)
+
+    if not isinstance(device, list | tuple):
+        return one(cast("Device | str | int | None", device))
+    found = [checked for each in device if (checked := one(each)) is not None]
+    if not found or len(found) < len(device):
+        raise given.wrong("device", device, "one device, or a list of some")
+    return found
+
+
+def read_rates(devices: Sequence[VulkanDevice]) -> list[float]:
+    """GB/s at which each was just measured to read; of the same chip once."""
+    found: dict[str, float] = {}
+    for device in devices:
+        if device.caps.name not in found:
+            found[device.caps.name] = measure_read_rate(device, ShaderLibrary()).gb_s
+    return [found[device.caps.name] for device in devices]
 
 
 def _attach_draft_model(engine: Engine, path: Path, options: LoadOptions) -> None:
@@ -344,7 +375,7 @@ class LoadedModel:
     @property
     def settings(self) -> Mapping[str, Any]:
         """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
-        caps = self.engine.device.caps
+        caps, devices = self.engine.device.caps, self.engine.devices
         return {
             "model": self._fingerprint,
             "name": self.name,
@@ -353,7 +384,7 @@ class LoadedModel:
             "cache": f"{self.engine.cache_types.k}, {self.engine.cache_types.v}",
             "fusion": self.engine.fusion,
             "exact": self.engine.ctx.exact,
-            "device": caps.name,
+            "device": caps.name if len({d.caps.name for d in devices}) == 1 else ", ".join(d.caps.name for d in devices),
             "driver": f"{caps.driver_name} {caps.driver_info}",
             **({"lora": self._adapters} if self._adapters else {}),
         }
@@ -444,6 +475,7 @@ class LoadedModel:
         return self._batch_of(asked, sequences, n, "prompts")
 
     def _for_batch(self, options: Mapping[str, Any]) -> Options:
+        self.engine.require_one_device("making several texts at once")
         checked = Options.of(options, self.n_vocab)
         if checked.logits_processor:
             raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
@@ -769,6 +801,7 @@ class LoadedModel:
 
         tokens = given.whole("tokens", tokens, "a whole number, 1 or more", 1)
         batch = given.whole("batch", batch, "a whole number, 0 or more", 0)
+        self.engine.require_one_device("a profile")
         with self.using("profile") as engine:
             return Profile.of(profile(engine, self.load_s, self.ids(prompt, start=True), tokens, batch, lambda _: None))
 
@@ -802,6 +835,7 @@ class LoadedModel:
     def batched(self, sequences: int | None = None, *, rows: int | None = None, reuse: bool = True) -> BatchedTexts:
         """Texts at once, for a caller that has the model's turn: opened on first use, and anew where more sequences are asked for. rows,
         reuse: as of `Batch`."""
+        self.engine.require_one_device("making several texts at once")
         sequences = max(sequences or self.sequences, self._sequences or 1)
         if self._batched is not None and sequences > self._batched.sequences:
             self.close_batch()

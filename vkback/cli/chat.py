@@ -34,7 +34,7 @@ from vkback.cli.shell import (
     CacheTypeKOption,
     CacheTypeVOption,
     ContextOption,
-    DeviceOption,
+    DevicesOption,
     DraftMaxOption,
     DraftMinOption,
     ExactOption,
@@ -46,6 +46,7 @@ from vkback.cli.shell import (
     SpecEarlierOption,
     SpecPinnedOption,
     SpecTypeOption,
+    TensorSplitOption,
     UbatchOption,
     UsageError,
     adapters_of,
@@ -54,6 +55,7 @@ from vkback.cli.shell import (
     load_options,
     model_path,
     read_text,
+    shares,
     unicode_text,
 )
 from vkback.errors import VkbackError
@@ -103,7 +105,8 @@ def chat(
     repeat_last_n: LastNOption = 64,
     bias: BiasOption = None,
     stop: StopOption = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    tensor_split: TensorSplitOption = None,
     ctx: ContextOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
@@ -145,6 +148,7 @@ def chat(
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     how = load_options(
         ctx=ctx,
+        tensor_split=shares(tensor_split),
         act=act,
         ubatch=ubatch,
         cache_type_k=cache_type_k,

@@ -32,7 +32,7 @@ from vkback.cli.shell import (
     CacheTypeKOption,
     CacheTypeVOption,
     ContextOption,
-    DeviceOption,
+    DevicesOption,
     DraftMaxOption,
     DraftMinOption,
     ExactOption,
@@ -44,6 +44,7 @@ from vkback.cli.shell import (
     ModelOption,
     SpecPinnedOption,
     SpecTypeOption,
+    TensorSplitOption,
     UbatchOption,
     UsageError,
     adapters_of,
@@ -52,6 +53,7 @@ from vkback.cli.shell import (
     load_options,
     model_path,
     read_text,
+    shares,
     unicode_text,
 )
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
@@ -84,7 +86,8 @@ def generate(
     repeat_last_n: LastNOption = 64,
     bias: BiasOption = None,
     stop: StopOption = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    tensor_split: TensorSplitOption = None,
     ctx: ContextOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
@@ -131,6 +134,7 @@ def generate(
     options = cast("GenerateOptions", asked)
     how = load_options(
         ctx=ctx,
+        tensor_split=shares(tensor_split),
         act=act,
         ubatch=ubatch,
         cache_type_k=cache_type_k,

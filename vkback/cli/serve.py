@@ -19,7 +19,7 @@ from vkback.cli.shell import (
     CacheTypeKOption,
     CacheTypeVOption,
     ContextOption,
-    DeviceOption,
+    DevicesOption,
     DraftMaxOption,
     DraftMinOption,
     ExactRequestsOption,
@@ -30,6 +30,7 @@ from vkback.cli.shell import (
     ModelOption,
     SpecEarlierOption,
     SpecTypeOption,
+    TensorSplitOption,
     UbatchOption,
     UsageError,
     adapters_of,
@@ -37,6 +38,7 @@ from vkback.cli.shell import (
     load_model,
     load_options,
     model_path,
+    shares,
 )
 from vkback.terminal import colours_wanted
 
@@ -99,7 +101,8 @@ def serve(
     top_p: TopPOption = 0.95,
     min_p: MinPOption = 0.05,
     reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with those before it.")] = True,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    tensor_split: TensorSplitOption = None,
     ctx: ContextOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
@@ -136,6 +139,7 @@ def serve(
     log_to_stderr()
     how = load_options(
         ctx=ctx,
+        tensor_split=shares(tensor_split),
         act=act,
         ubatch=ubatch,
         cache_type_k=cache_type_k,
@@ -151,7 +155,7 @@ def serve(
     )
     worker = Worker(
         lambda: load_model(path, device, how),
-        parallel=parallel,
+        parallel=1 if how.tensor_split is not None and parallel is None else parallel,
         max_queue=max_queue,
         reuse=reuse,
         alias=alias,

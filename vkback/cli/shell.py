@@ -7,6 +7,7 @@ import errno
 import gc
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -57,6 +58,19 @@ UbatchOption = Annotated[
     int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64].")
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID; with commas several, each with some of the layers."),
+]
+TensorSplitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tensor-split",
+        "-ts",
+        metavar="SHARES",
+        help="Shares of the layers of several devices, as 3,1 [default: by their memory and how fast they read it].",
+    ),
+]
 
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
@@ -584,11 +598,25 @@ def load_options(**given: Any) -> LoadOptions:
         raise UsageError(f"--{e.name.replace('_', '-')} {e.value}: expected {e.expected}") from e
 
 
+def shares(given: str | None) -> tuple[float, ...] | None:
+    """Those of --tensor-split. Raises UsageError."""
+    if given is None:
+        return None
+    try:
+        found = tuple(float(share) for share in re.split("[,/]", given))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < share < math.inf for share in found):
+        raise UsageError(f"--tensor-split {given}: expected a share greater than 0 for each device, as 3,1")
+    return found
+
+
 def load_engine(path: Path, device: str | None, options: LoadOptions) -> AbstractContextManager[EngineLike]:
     """Open a model on a device, for tokens rather than text."""
+    from vkback.api.model import read_rates
     from vkback.engine.engine import Engine
 
-    return _loaded(Engine.open(path, device, options))
+    return _loaded(Engine.open(path, device, options, rates=read_rates))
 
 
 def measured_read_rate(device: Any) -> float:

@@ -21,9 +21,10 @@ from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption,
 from vkback.cli.shell import (
     ACTS,
     Command,
-    DeviceOption,
+    DevicesOption,
     EngineLike,
     ExactOption,
+    TensorSplitOption,
     VersionOption,
     act_of,
     add_command,
@@ -37,6 +38,7 @@ from vkback.cli.shell import (
     new_app,
     one_of,
     run,
+    shares,
 )
 from vkback.cli.terminal import StatusLine
 from vkback.cli.vkbench_run import Feed, cpu_name, driver_text, measure, where_it_ran
@@ -79,6 +81,7 @@ class Settings:
 
     repetitions: int
     device: str | None
+    tensor_split: tuple[float, ...] | None
     exact: bool
     fusion: str
     feed: Feed
@@ -116,7 +119,8 @@ def bench(
     output_err: OutputErrOption = "none",
     save: SaveOption = None,
     store: StoreOption = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    tensor_split: TensorSplitOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0; several with commas.")
@@ -169,6 +173,7 @@ def bench(
     settings = Settings(
         repetitions=repetitions or REPETITIONS,
         device=device,
+        tensor_split=shares(tensor_split),
         exact=exact,
         fusion=fusion,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
@@ -194,7 +199,7 @@ def bench(
         if output_err != "none":
             refuse("-oe", "the table is printed once; --save keeps it")
         hows = [
-            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "")
+            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "", tensor_split or "")
             for path in files
             for a, u, c in variants
         ]
@@ -235,6 +240,7 @@ def _turns(
     k, v = cache
     n_ctx = max(t.n_ctx for t in tests)
     how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
+    how = replace(how, tensor_split=settings.tensor_split)
     with load_engine(path, settings.device, how) as engine:
         begun = datetime.now(UTC)
         take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
@@ -257,7 +263,7 @@ def _measure_all(
         progress = bars(settings.progress or sys.stderr.isatty())
         k, v = cache
         how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
-        how = replace(how, fusion=settings.fusion)
+        how = replace(how, fusion=settings.fusion, tensor_split=settings.tensor_split)
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
@@ -331,6 +337,7 @@ def _result(
         type_k=cache[0],
         type_v=cache[1],
         devices=settings.device or "auto",
+        tensor_split="/".join(f"{share:.2f}" for share in settings.tensor_split or (0.0,)),
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
         n_depth=test.n_depth,

@@ -44,6 +44,8 @@ CHANGEABLE = {
     "--fusion": "fusion",
     "--device": "device",
     "-dev": "device",
+    "--tensor-split": "tensor_split",
+    "-ts": "tensor_split",
 }
 """Options that --against may have otherwise, by the field of `How`."""
 
@@ -65,11 +67,13 @@ class How:
     fusion: str = "all"
     exact: bool = False
     device: str = ""
+    tensor_split: str = ""
 
     def options(self) -> list[str]:
         """Of vkbench."""
         found = ["-m", str(self.model), "--act", self.act, "-ctk", self.type_k, "-ctv", self.type_v, "--feed", self.feed]
-        found += ["-ub", self.ubatch] * bool(self.ubatch) + ["--device", self.device] * bool(self.device) + ["--exact"] * self.exact
+        found += ["-ub", self.ubatch] * bool(self.ubatch) + ["--device", self.device] * bool(self.device)
+        found += ["-ts", self.tensor_split] * bool(self.tensor_split) + ["--exact"] * self.exact
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
     def of_llama_bench(self) -> list[str]:

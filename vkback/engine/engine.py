@@ -11,19 +11,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Device, DeviceLost, Ticket
+from vkback.device import Arena, BufferRange, Device, DeviceLost, selectors
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
@@ -39,19 +39,23 @@ from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
 from vkback.engine.sequence_breakers import SequenceBreakers
 from vkback.engine.snapshot import Snapshot
+from vkback.engine.split.layers import Rates, SplitError, layer_parts
+from vkback.engine.split.split import Split
+from vkback.engine.split.stage import Stage
 from vkback.engine.text_vectors import TextVectors
-from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
+from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms, Waits
 from vkback.engine.weights import LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
 from vkback.events import Report, Reported, log, progress_log
 from vkback.gguf.tokenizer import Tokenizer
-from vkback.graph import Graph, Tensor
+from vkback.graph import Graph, Part, Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.cache_range import overflow_message
 from vkback.models.registry import Model, text_inputs
 from vkback.models.texts import Pooling
 from vkback.ops.cache import QUANTIZED
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -84,6 +88,18 @@ MEASURED_ROWS = 64
 
 PLAIN_TOKENS = 64
 """Tokens after which a draft model that did not pay is tried again; then twice as many, and so on."""
+
+
+def lower_context(device: Device, library: ShaderLibrary, options: LoadOptions) -> LowerContext:
+    """What lowering depends on, of a device and how a model is loaded."""
+    ctx = LowerContext(
+        device.caps,
+        Tuning.for_device(device.caps),
+        options.act,
+        fragments=fragments_hold(device, library),
+        row_lanes=row_lanes_found(device, library),
+    )
+    return exact_context(ctx) if options.exact is True else ctx
 
 
 class EngineError(VkbackError):
@@ -135,8 +151,17 @@ class _Run:
 class Engine:
     """A loaded model. Use as a context manager; `load` opens everything."""
 
-    def __init__(self, model: Model, device: Device, options: LoadOptions, *, meanwhile: Callable[[Engine], object] | None = None) -> None:
-        """Use `load`. meanwhile: as there."""
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        options: LoadOptions,
+        *,
+        meanwhile: Callable[[Engine], object] | None = None,
+        before: Sequence[tuple[Device, Part]] = (),
+        part: Part | None = None,
+    ) -> None:
+        """Use `load`. meanwhile: as there. before: devices that have the layers before those of `part`, which are this one's, in order."""
         self.model = model
         self.cache_types = cache = cache_types(model, options)
         n_ctx = options.ctx or model.default_n_ctx
@@ -145,37 +170,31 @@ class Engine:
         self._fed: list[int] = []  # tokens so far
         self._left: _Run | None = None  # a generation that was left with recurrent states ahead of n_past
         self.library = ShaderLibrary()
-        ctx = LowerContext(
-            device.caps,
-            Tuning.for_device(device.caps),
-            options.act,
-            fragments=fragments_hold(device, self.library),
-            row_lanes=row_lanes_found(device, self.library),
-        )
         self.fusion = options.fusion
         self.pinned = options.exact == "requests"
         """Texts of a batch have the same bits whoever else is served."""
         slots = kept_slots(options.drafts(software=device.caps.software), model.recurrent_bytes) if model.architecture.recurrent else 2
-        self._plans = Plans(
-            model,
-            exact_context(ctx) if options.exact is True else ctx,
-            n_ctx,
-            fusion=options.fusion,
-            cache=cache,
-            slots=slots,
-            mtp=options.spec_type == "draft-mtp",
-        )
+        plans = partial(Plans, model, n_ctx=n_ctx, fusion=options.fusion, cache=cache, slots=slots, mtp=options.spec_type == "draft-mtp")
+        self._plans = plans(lower_context(device, self.library, options), part=part)
+        self._split: Split | None = None
+        if before:
+            stages = []
+            for other, layers in before:
+                library = ShaderLibrary()
+                theirs = plans(lower_context(other, library, options), part=layers)
+                stages.append(Stage(other, model, theirs, library, options.ubatch, options.progress))
+            self._split = Split(model, stages, device, options.progress)
         if self._plans.mtp and model.architecture.mtp_block is None:
             raise DraftError(
                 f"[drafts] {model.file.path}: {model.architecture.name} without a block of nextn tensors; expected a file with one for "
                 "draft-mtp, or ngram-simple or draft-simple"
             )
-        self._owns_device = False
+        self._owned: list[Device] = []
         self._arenas: list[Arena] = []
-        self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind)
+        self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
         self._draft_model: Drafter | None = None
-        self._no_drafts = ""
+        self._no_drafts = "its layers are on several devices" if self._split is not None else ""
         self._ahead: CompileAhead | None = None
         self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
         self.draft_counts = DraftCounts()
@@ -188,7 +207,8 @@ class Engine:
             self._bind,
             self._rescale,
             self._plans.use_prompt_barriers,
-            self._report,
+            self._report if self._split is None else None,
+            self._split.crossing() if self._split is not None else None,
         )
         self._texts = TextVectors(
             device,
@@ -211,6 +231,8 @@ class Engine:
             self._token_programs.allocate()
             if self._plans.mtp:
                 self._draft_model = self._mtp_block()
+            for stage in self._split.stages if self._split is not None else ():
+                stage.load(options.repack)
             loaded = self._load(weights, meanwhile, options.repack)
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
@@ -265,36 +287,43 @@ class Engine:
     def open(
         cls,
         path: str | Path,
-        device: Device | str | int | None,
+        device: Device | str | int | Sequence[Device | str | int] | None,
         options: LoadOptions,
         *,
         meanwhile: Callable[[Engine], object] | None = None,
+        rates: Rates | None = None,
     ) -> Engine:
-        """Open a GGUF file and bring it to a device.
+        """Open a GGUF file and bring it to a device, or layer by layer to several.
 
-        device     an open device, or what `Device.open` takes
+        device     an open device, or what `Device.open` takes; several of these, or a text with commas between them: each gets some of the
+                   layers, in this order (vkback/engine/split/layers.py)
+        rates      measures how fast devices read their memory; without it a guess
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
-        with ThreadPoolExecutor(1) as pool:  # a driver takes some tenths of a second to open, as does a large vocabulary
-            opening = None if isinstance(device, Device) else pool.submit(Device.open, device)
+        asked = selectors(device)
+        with contextlib.ExitStack() as opened, ThreadPoolExecutor(1) as pool:  # a driver takes tenths of a second, as does a vocabulary
+            opening = pool.submit(lambda: [each if isinstance(each, Device) else _opened(each, opened) for each in asked])
             try:
                 model = with_adapters(Model.open(path), options.lora) if options.lora else Model.open(path)
                 cache_types(model, options)
-            except BaseException:
-                if opening is not None and not opening.exception():
-                    opening.result().close()
-                raise
-            opened = opening.result() if opening is not None else cast(Device, device)
-        if unused := model.architecture.unused_keys:
-            log.warning("%s: metadata without a part in the text is not used: %s", model.file.path, ", ".join(unused))
-        try:
-            engine = cls(model, opened, options, meanwhile=meanwhile)
-        except BaseException:
-            if opened is not device:
-                opened.close()
-            raise
-        engine._owns_device = opened is not device
+            finally:
+                opening.exception()  # what it has opened is closed with the others
+            devices = opening.result()
+            if unused := model.architecture.unused_keys:
+                log.warning("%s: metadata without a part in the text is not used: %s", model.file.path, ", ".join(unused))
+            if len(devices) > 1:
+                parts = layer_parts(model, devices, options, cache_types(model, options), rates)
+                others = list(zip(devices[:-1], parts[:-1], strict=True))
+                engine = cls(model, devices[-1], options, meanwhile=meanwhile, before=others, part=parts[-1])
+            else:
+                if options.tensor_split is not None:
+                    raise SplitError(
+                        "[split] -ts is for several devices (tensor_split in Python); name them with --device 0,1, or leave it out"
+                    )
+                engine = cls(model, devices[0], options, meanwhile=meanwhile)
+            opened.pop_all()
+        engine._owned = [each for each, given in zip(devices, asked, strict=True) if each is not given]
         return engine
 
     def _load(self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, repack: Repack | None) -> LoadedWeights:
@@ -334,11 +363,13 @@ class Engine:
             self._draft_model = None
         self._draft_programs.close()
         self._token_programs.close()
+        if self._split is not None:
+            self._split.close()
         for arena in reversed(self._arenas):
             arena.destroy()
         self._arenas.clear()
-        if self._owns_device:
-            self.device.close()
+        for device in self._owned:
+            device.close()
 
     @property
     def n_ctx(self) -> int:
@@ -399,16 +430,39 @@ class Engine:
     @property
     def compiled(self) -> CompileTotals:
         """Kernels made ready so far, and the time that took: to be left out of every speed."""
-        return self._kernels.totals
+        totals = self._kernels.totals
+        for other in (stage.kernels.totals for stage in self._split.stages) if self._split is not None else ():
+            totals = CompileTotals(totals.kernels + other.kernels, totals.compiled + other.compiled, max(totals.seconds, other.seconds))
+        return totals
+
+    @property
+    def devices(self) -> list[Device]:
+        """All that have layers, in their order; `device` is the last one."""
+        return self._split.devices if self._split is not None else [self.device]
+
+    @property
+    def parts(self) -> list[Part]:
+        """The layers of each of `devices`."""
+        found = [*(stage.plans.part for stage in self._split.stages), self._plans.part] if self._split is not None else []
+        return [part for part in found if part is not None] or [Part(0, self.model.hp.n_layer, self.model.hp.n_layer)]
+
+    def require_one_device(self, what: str) -> None:
+        """Raises SplitError where layers are on several devices, for what needs all of them on one."""
+        if self._split is not None:
+            raise SplitError(
+                f"[split] {self.model.file.path.name}: {what} needs all layers on one device, they are on {len(self.devices)}; load "
+                "with one --device"
+            )
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of weight matrices that a generated token must read: each matrix once, of the embedding one row, of experts those used."""
-        return self._plans.token("logits").weight_bytes
+        others = self._split.stages if self._split is not None else ()
+        return sum(plans.token("logits").weight_bytes for plans in (self._plans, *(stage.plans for stage in others)))
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         """Operations of a prompt of `tokens` tokens after `n_past` others: products with weights, attention (vkback/plan/cost/flops.py)."""
-        return prompt_flops(self._plans.graph(1, "none"), tokens, n_past)
+        return prompt_flops(self.model.graph(1, self.n_ctx, head="none", cache=self.cache_types), tokens, n_past)
 
     def prompt_kernel(self, tokens: int) -> GemmKernel | None:
         """How the kernels of a prompt multiply that make most of its operations."""
@@ -435,6 +489,8 @@ class Engine:
         self._arenas.append(self._state.arena)
         if self._state.recurs:
             self._checkpoint = Checkpoint(self.device, self._state.recurrent)
+        if self._split is not None:
+            self._split.allocate(self._prompts.ubatch)
 
     def _text_graphs(self) -> list[Graph]:
         """Those that read all that texts may: of a model that makes text none, unless it has weights for them alone."""
@@ -447,8 +503,9 @@ class Engine:
         tokens.
 
         Raises EngineError for a text without a token, one that is longer than the context, and vectors that are no numbers; GgufError where
-        the model cannot make them.
+        the model cannot make them; SplitError over several devices.
         """
+        self.require_one_device("a vector of a text")
         for i, text in enumerate(texts):
             if not 0 < len(text) <= self.n_ctx:
                 raise EngineError(f"[engine] text {i} has {len(text)} tokens, expected 1 to {self.n_ctx}; load with a larger n_ctx (--ctx)")
@@ -473,7 +530,7 @@ class Engine:
         """
         if not texts:
             return
-        width = 1 if self.ctx.exact or self.pinned or self.model.architecture.recurrent else at_once
+        width = 1 if self._one_by_one else at_once
         width = self._side_by_side(len(texts[0]), first) if width is None else width
         width = -(-len(texts) // -(-len(texts) // width))  # no emptier last program than need be
         if width == 1:
@@ -486,6 +543,11 @@ class Engine:
             flat = logits.reshape(-1)
             # A text whose numbers went bad is read once more alone, which says what is wrong.
             yield logits if np.isfinite(np.dot(flat, flat)) else self._logits_alone(text, first)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether whole texts are read one after another."""
+        return self.ctx.exact or self.pinned or self.model.architecture.recurrent or self._split is not None
 
     def _logits_alone(self, text: Sequence[int], first: int) -> Floats:
         self.reset()
@@ -519,13 +581,15 @@ class Engine:
         loop = loop_kind(sampler, constrained) if sampler else ""
         self.check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
-        try_sync = bool(decode) and room and self._trial.due("logits") and bool(self._plans.token("logits").barrier_free)
+        try_sync = bool(decode) and room and self._trial.due("logits") and self._barrier_free
         kinds = [*(["logits"] if try_sync and not logits else []), *decode]
         dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
-        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
+        with self._preparing(chain(self._prompts.dispatches(prompts), dispatches), prompts):
             if try_sync:
                 self._try_sync()
-            tickets = self._prompts.prepare(prompts)
+            tickets: list[Waits] = [*self._prompts.prepare(prompts)]
+            for stage in self._split.stages if self._split is not None else ():
+                tickets += stage.prompts.prepare(prompts)
             for kind in decode:
                 self._token_programs.program(kind)  # while the driver may be compiling the prompt's kernels
             if logits and room:
@@ -541,9 +605,9 @@ class Engine:
     def compile(self, *, prompt: int | Sequence[int] = 0, logits: bool = False, sampler: Sampler | None = None) -> None:
         """Plan, compile and record what `prepare` runs with the same arguments, and run nothing: weights may still be on their way."""
         prompts, decode = self._asked(prompt, logits, sampler)
-        kinds = list(dict.fromkeys([*(["logits"] if decode and self._plans.token("logits").barrier_free else []), *decode]))
+        kinds = list(dict.fromkeys([*(["logits"] if decode and self._barrier_free else []), *decode]))
         dispatches = (d for kind in kinds for d in self._plans.token(kind).dispatches())
-        with self._kernels.preparing(chain(self._prompts.dispatches(prompts), dispatches)):
+        with self._preparing(chain(self._prompts.dispatches(prompts), dispatches), prompts):
             self._prompts.record(prompts)
             for kind in kinds:
                 self._token_programs.program(kind)
@@ -552,6 +616,15 @@ class Engine:
             if sampler:
                 for size in (self._at_once(loop_kind(sampler)), 1):
                     self._token_programs.loop(loop_kind(sampler), size)
+
+    @contextlib.contextmanager
+    def _preparing(self, dispatches: Iterable[Dispatch], prompts: Sequence[int]) -> Iterator[None]:
+        """The kernels of these dispatches, and those of other devices for prompts and tokens, are compiled meanwhile."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._kernels.preparing(dispatches))
+            for stage in self._split.stages if self._split is not None else ():
+                stage.kernels.compile(stage.dispatches(prompts))
+            yield
 
     def compile_drafts_ahead(self, drafts: Drafts | None, samplers: Sequence[Sampler]) -> CompileAhead | None:
         """Plan and compile steps with such drafts beside what runs from here on, so that a text need not wait for them when it first has
@@ -572,11 +645,18 @@ class Engine:
 
     def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
         self._kernels.compile(schedule.dispatches())
+        if self._split is not None:
+            inputs = self._split.inputs(1) | inputs
         return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
 
     def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to
         be made anew from them. rows: of the caches that the run has filled."""
+        if self._split is not None and self.model.architecture.recurrent:
+            raise EngineError(
+                f"[split] {self.model.file.path}: activations are beyond the range of f16, and recurrent states of several devices cannot "
+                'be made anew; load with act "f32" (--act f32), or on one device'
+            )
         try:
             self._plans.rescale(overflowed)
         except F16RangeError as error:
@@ -601,7 +681,7 @@ class Engine:
         self.reset()
         if ubatch is not None:
             self._prompts.limit(ubatch)
-        if n_ctx == self.n_ctx:
+        if n_ctx == self.n_ctx and (ubatch is None or self._split is None):
             return
         if self._draft_model is not None:
             self._draft_model.resize(n_ctx)
@@ -614,6 +694,8 @@ class Engine:
         if self._checkpoint:
             self._checkpoint.close()
         self._plans.n_ctx = n_ctx
+        for stage in self._split.stages if self._split is not None else ():
+            stage.plans.n_ctx, stage.ubatch = n_ctx, ubatch or stage.ubatch
         self._trial.forget()
         self._prompts.attach(n_ctx)
         self._allocate_state()
@@ -650,7 +732,19 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
         self._catch_up()
-        return Snapshot(self.tokens, self._state.download(self.n_past))
+        arrays = [state.download(self.n_past) for state in self._states]
+        return Snapshot(self.tokens, {name: array for of_one in arrays for name, array in of_one.items()})
+
+    @property
+    def _states(self) -> list[DeviceState]:
+        """Those of all devices, in the order of the layers."""
+        return [*(stage.state for stage in self._split.stages), self._state] if self._split is not None else [self._state]
+
+    @property
+    def _checkpoints(self) -> list[Checkpoint]:
+        """Those of all devices."""
+        others = [stage.checkpoint for stage in self._split.stages] if self._split is not None else []
+        return [each for each in (*others, self._checkpoint) if each is not None]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
@@ -658,10 +752,14 @@ class Engine:
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
         self.check_ids(snapshot.tokens)
-        if wrong := self._state.misfit(snapshot.arrays, rows):
-            raise EngineError(f"[engine] the state is of another model or type of cache: {wrong}")
+        arrays = [{name: snapshot.arrays[name] for name in state.ranges if name in snapshot.arrays} for state in self._states]
+        unknown = {name: a for name, a in snapshot.arrays.items() if not any(name in state.ranges for state in self._states)}
+        for state, own in zip(self._states, arrays, strict=True):
+            if wrong := state.misfit(own | unknown, rows):
+                raise EngineError(f"[engine] the state is of another model or type of cache: {wrong}")
         self.reset()
-        self._state.upload(snapshot.arrays, rows)
+        for state, own in zip(self._states, arrays, strict=True):
+            state.upload(own, rows)
         self._advance(snapshot.tokens)
 
     def assume(self, tokens: Sequence[int]) -> None:
@@ -679,11 +777,12 @@ class Engine:
         left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits: of
         pinned steps in such steps."""
         run, self._left = self._left, None
-        if run is None or self._checkpoint is None:
+        if run is None or not self._checkpoints:
             return
-        made = self._fed[self._checkpoint.at :]
-        self._checkpoint.restore()
-        self.n_past = self._checkpoint.at
+        made = self._fed[self._checkpoints[0].at :]
+        for checkpoint in self._checkpoints:
+            checkpoint.restore()
+        self.n_past = self._checkpoints[0].at
         del self._fed[self.n_past :]
         for token in made:
             if run.drafts is not None and run.drafts.pinned:
@@ -699,7 +798,7 @@ class Engine:
             self._begin_loop(run)
             ticket, back = self._token_programs.submit(self._draft_programs.loop(how.drafts.pinned, how.kind, 1))
             ticket.wait()
-            if not self._token_programs.back(back).timed_out:
+            if not self._token_programs.timed_out(back):
                 break
             self.use_barriers(TIMED_OUT)
         self._advance([token])
@@ -711,7 +810,8 @@ class Engine:
         self.check_ids(tokens)
         self._catch_up()
         at = 0
-        for done in self._prompts.run(tokens, self.n_past, meanwhile):
+        through = self._prompts.run if self._split is None else partial(self._split.prompt, last=self._prompts)
+        for done in through(tokens, self.n_past, meanwhile=meanwhile):
             self._advance(tokens[at : at + done])
             at += done
 
@@ -721,7 +821,8 @@ class Engine:
         self.check_ids(tokens)
         self._catch_up()
         out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
-        for rows in self._prompts.logits(tokens, first):
+        through = self._prompts.logits if self._split is None else partial(self._split.logits, last=self._prompts)
+        for rows in through(tokens, first):
             at = self.n_past - first
             out[at:][: len(rows)] = rows
             self._advance(tokens[at : at + len(rows)])
@@ -746,15 +847,21 @@ class Engine:
 
     def _try_sync(self) -> None:
         """Before the first token goes through a schedule with barrier-free stages: see that it gives the same bits as with all barriers."""
-        if not self._trial.due("logits") or not self._plans.token("logits").barrier_free:
+        if not self._trial.due("logits") or not self._barrier_free:
             return
         logits, timed_out = self._decode(0)
 
         def with_barriers() -> Floats:
-            return self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers())[0]
+            return self._token_programs.decode(0, self.n_past, self._token_programs.with_barriers(), barriers=True)[0]
 
         if why := self._trial.fault("logits", "logits", timed_out=timed_out, found=lambda: logits, with_barriers=with_barriers):
             self.use_barriers(why)
+
+    @property
+    def _barrier_free(self) -> bool:
+        """Whether a token has stages without barriers between them, on any device."""
+        others = self._split.stages if self._split is not None else ()
+        return any(plans.token("logits").barrier_free for plans in (self._plans, *(stage.plans for stage in others)))
 
     def use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages; why: for the log."""
@@ -763,6 +870,8 @@ class Engine:
         if isinstance(self._draft_model, MtpBlock):
             self._draft_model.forget_programs()
         self._plans.use_barriers(why)
+        if self._split is not None:
+            self._split.use_barriers(why)
         self._token_programs.forget_timeouts()
 
     def generate(
@@ -898,8 +1007,8 @@ class Engine:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
         kind, programs = loop_kind(sampler), self._draft_programs
         self._catch_up()
-        if self._checkpoint is not None:
-            self._checkpoint.save(self.n_past)
+        for checkpoint in self._checkpoints:
+            checkpoint.save(self.n_past)
         classes = [c for c in drafts.classes if self.n_past + MEASURED_ROWS <= self.n_ctx]
         known = replace(drafts, known=(first,) * self.n_ctx, model=False)
 
@@ -950,15 +1059,15 @@ class Engine:
 
     def _at_once(self, kind: str) -> int:
         """Tokens of a submit."""
-        return self._token_programs.most_at_once(kind, TOKENS_PER_SUBMIT)
+        return 1 if self._split is not None else self._token_programs.most_at_once(kind, TOKENS_PER_SUBMIT)
 
     def _submits(self, run: _Run) -> Generator[int, None, None]:
         """Tokens of a run, to its end."""
         # A generation that was left early may have put recurrent states ahead of n_past.
         self._catch_up()
         self._try_sync()
-        if self._checkpoint is not None:
-            self._checkpoint.save(self.n_past)
+        for checkpoint in self._checkpoints:
+            checkpoint.save(self.n_past)
         self._begin_loop(run)
         tokens, drafts = self._token_programs, run.drafts
         times = self._draft_programs.times.get(times_key(run.kind, drafts)) if run.drafting and drafts is not None else None
@@ -970,7 +1079,7 @@ class Engine:
         else:
             pace, model = Pace(drafts, run.n, at_once, run.probe, times), None
         step, status = 0, STATUS_RUNNING
-        flying: deque[tuple[Ticket, int, int]] = deque()
+        flying: deque[tuple[Waits, int, int]] = deque()
         try:
             while run.made < run.n:
                 # Keep the queue full: the next submit starts when one ends.
@@ -991,7 +1100,7 @@ class Engine:
                 ticket.wait()
                 back = tokens.back(number)
                 # The results of this submit, and of those behind it, are undefined.
-                run.ended = "timed out" if back.timed_out else run.ended
+                run.ended = "timed out" if tokens.timed_out(number) else run.ended
                 if columns > 1 and self._draft_programs.overflowed(number):
                     run.ended = run.ended or "overflow"
                 if run.ended in ("timed out", "overflow"):
@@ -1086,7 +1195,7 @@ class Engine:
 
     def _beyond_range(self, rows: int) -> EngineError | None:
         """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
-        found = self._state.beyond_range(min(rows, self.n_ctx))
+        found = [each for state in self._states for each in state.beyond_range(min(rows, self.n_ctx))]
         return EngineError(f"[engine] {self.model.file.path}: {overflow_message(found)}") if found else None
 
     def _not_numbers(self, where: str, rows: int) -> EngineError:
@@ -1099,6 +1208,12 @@ class Engine:
             f"[engine] {self.model.file.path}: logits are not numbers {where} position {position}; "
             "the file is damaged or a kernel is wrong on this device: run `vkback test-ops`"
         )
+
+
+def _opened(selector: str | int | None, undo: contextlib.ExitStack) -> Device:
+    device = Device.open(selector)
+    undo.callback(device.close)
+    return device
 
 
 def cache_types(model: Model, options: LoadOptions) -> CacheTypes:

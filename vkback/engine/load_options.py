@@ -43,6 +43,7 @@ class LoadOptions:
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
+    tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
     progress  called with how far loads, compiles and prompts are (vkback/events.py), from any thread
     """
@@ -62,6 +63,7 @@ class LoadOptions:
     spec_pinned: int = 0
     spec_earlier: bool = False
     fusion: str = "all"
+    tensor_split: tuple[float, ...] | None = None
     repack: Repack | None = None
     progress: Report | None = None
 
@@ -86,6 +88,8 @@ class LoadOptions:
                 raise checks.wrong("spec_type", self.spec_type, "draft-simple with model_draft, and only then")
             self._set("spec_type", "draft-simple")
         self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
+        if self.tensor_split is not None:
+            self._set("tensor_split", _shares(self.tensor_split))
         checks.choice("act", self.act, ACTS)
         checks.choice("fusion", self.fusion, FUSIONS)
         if self.repack is not None:
@@ -113,3 +117,14 @@ class LoadOptions:
     def _set(self, name: str, value: Any) -> None:
         """The value as it is kept: numpy's numbers as Python's, words in lower case."""
         object.__setattr__(self, name, value)
+
+
+def _shares(value: Any) -> tuple[float, ...]:
+    """Of several devices, as numbers."""
+    expected = "a share greater than 0 for each device, as (3, 1)"
+    if not isinstance(value, list | tuple) or not value:
+        raise checks.wrong("tensor_split", value, expected)
+    found = tuple(checks.number("tensor_split", share, expected) for share in value)
+    if not all(0 < share < float("inf") for share in found):
+        raise checks.wrong("tensor_split", value, expected)
+    return found

@@ -9,7 +9,7 @@ from threading import Lock
 from vkback.engine.prompts import PromptHead, with_barriers
 from vkback.engine.sampler import CHAINED, CONSTRAINED, DRIED, PENALIZED, add_drafts, add_sampler
 from vkback.events import log
-from vkback.graph import Graph
+from vkback.graph import Graph, Part
 from vkback.models.builder import CacheTypes, Head, StateSlots
 from vkback.models.registry import Model
 from vkback.models.texts import Texts
@@ -28,11 +28,22 @@ class Plans:
     n_ctx  rows of the cache that schedules are for
     slots  of recurrent states
     mtp    whether what the model's MTP block needs is kept
+    part   the layers of the device, where others have others; one without the last layer makes no logits and picks no tokens
     """
 
     def __init__(
-        self, model: Model, ctx: LowerContext, n_ctx: int, *, fusion: str, cache: CacheTypes, slots: int = 2, mtp: bool = False
+        self,
+        model: Model,
+        ctx: LowerContext,
+        n_ctx: int,
+        *,
+        fusion: str,
+        cache: CacheTypes,
+        slots: int = 2,
+        mtp: bool = False,
+        part: Part | None = None,
     ) -> None:
+        self.part = part
         self.ctx, self.n_ctx, self.slots, self.mtp = ctx, n_ctx, slots, mtp
         self._model, self._fusion, self._cache = model, fusion, cache
         self._lock = Lock()  # of the schedules and what they depend on: those of drafts may be planned by another thread
@@ -43,7 +54,10 @@ class Plans:
     def graph(self, n_tokens: int, head: Head, *, keep: bool = False) -> Graph:
         """The graph of so many tokens. keep: recurrent states after each of them are kept."""
         kept = StateSlots(self.slots, keep)
-        return self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_mtp=self.mtp)
+        if self.part is not None and not self.part.ends:
+            head = "all"  # else what only queries of the last layer read would not cross
+        graph = self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_mtp=self.mtp)
+        return graph if self.part is None else self.part.of(graph)
 
     def token(self, kind: str) -> Schedule:
         """The schedule of one token: "logits", or one of `loop_kind` (vkback/engine/sampler.py)."""
@@ -91,7 +105,9 @@ class Plans:
         """The schedule of a prompt's program of so many tokens."""
         key = self.n_ctx, f"prompt, head {head}", tokens
         if key not in self._schedules:
-            graph = without_logits(self.graph(tokens, "all")) if self.ctx.exact and head == "none" else self.graph(tokens, head)
+            ends = self.part is None or self.part.ends
+            exact = self.ctx.exact and head == "none" and ends
+            graph = without_logits(self.graph(tokens, "all")) if exact else self.graph(tokens, head)
             ctx = with_barriers(self.ctx, self._prompt_barriers) if self._prompt_barriers else self.ctx
             self._schedules[key] = plan(graph, ctx, fusion=self._fusion)
         return self._schedules[key]

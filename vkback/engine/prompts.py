@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,19 @@ class Recording:
     last: float = 0.0
 
 
+class Crossing(Protocol):
+    """What programs read of other devices' layers, and write for them (vkback/engine/split/)."""
+
+    def inputs(self, size: int) -> Mapping[str, BufferRange]:
+        """What a program of so many tokens reads, by name."""
+
+    def before(self, at: int, rows: int) -> Sequence[Commands]:
+        """What brings it there, for the tokens `at` to at + rows - 1 of a call."""
+
+    def after(self, program: Program, at: int, rows: int) -> Sequence[Commands]:
+        """What takes the program's own values from there, for the same tokens."""
+
+
 class Prompts:
     """Runs prompts of one model over one KV cache at a time.
 
@@ -134,8 +147,11 @@ class Prompts:
         rescale: Callable[[dict[str, float], int], Sequence[int]],
         use_barriers: Callable[[str], None],
         report: Report | None = None,
+        crossing: Crossing | None = None,
     ) -> None:
-        """ubatch: tokens of the largest program, None for the device's default. report: told how far `run` is."""
+        """ubatch: tokens of the largest program, None for the device's default. report: told how far `run` is. crossing: where other
+        devices have layers before or behind these."""
+        self._crossing = crossing
         self.device = device
         self._n_vocab = n_vocab
         self._plan, self._bind, self._rescale, self._use_barriers = plan, bind, rescale, use_barriers
@@ -265,7 +281,8 @@ class Prompts:
                 piece = rest[: recording.size]
                 shown = 0 if repeats else len(piece)
                 self._set_input(recording.size, piece, row)
-                self._submit(recording, lambda share, shown=shown: work.advance(share * shown), meanwhile)  # type: ignore[misc]
+                place = None if repeats else (at, len(piece))
+                self._submit(recording, lambda share, shown=shown: work.advance(share * shown), meanwhile, place)  # type: ignore[misc]
                 if why := self._out_of_order(recording, kind):
                     work.advance(-shown)
                     self._forget_programs()
@@ -280,12 +297,24 @@ class Prompts:
                     at += len(piece)
                     yield len(piece), recording.size
 
-    def _submit(self, recording: Recording, on_part: Callable[[float], None], meanwhile: Callable[[], object] | None = None) -> None:
+    def _submit(
+        self,
+        recording: Recording,
+        on_part: Callable[[float], None],
+        meanwhile: Callable[[], object] | None = None,
+        place: tuple[int, int] | None = None,
+    ) -> None:
         """Run a recording to its end. on_part: called with the share of it that each submit was. meanwhile: called before it is waited for,
-        and waits for what is in the queue ahead of it."""
+        and waits for what is in the queue ahead of it. place: of its tokens, as of `Crossing`."""
         whole = sum(recording.predicted_us)
         begun = time.perf_counter()
+        if self._crossing is not None and place is not None and (first := self._crossing.before(*place)):
+            self.device.submit(first)
         tickets = [self.device.submit(part) for part in recording.parts]
+        if self._crossing is not None and place is not None and (last := self._crossing.after(recording.program, *place)):
+            stored = self.device.submit(last)
+        else:
+            stored = tickets[-1]
         if meanwhile is not None:
             meanwhile()
             begun = max(begun, time.perf_counter())
@@ -299,6 +328,7 @@ class Prompts:
                 late = max(late, (now - before) * 1e6 / predicted)
             before = now
             on_part(predicted / whole)
+        stored.wait()
         if recording.runs:
             slowness = (time.perf_counter() - begun) * 1e6 / whole
             # One run may have been slow for other reasons; but none is waited for once a submit took too long.
@@ -334,6 +364,10 @@ class Prompts:
             return found()
 
         return self._trial.fault(key, "a prompt's values", timed_out=timed_out, found=found, with_barriers=with_barriers)
+
+    def next_size(self, left: int) -> int:
+        """Tokens of the program that `left` tokens of a prompt begin with."""
+        return self._next_size(left, "none")
 
     def _next_size(self, left: int, head: PromptHead) -> int:
         """Tokens of the program that `left` tokens begin with. Sizes that the device's limits forbid, or with a kernel that may take longer
@@ -404,6 +438,7 @@ class Prompts:
             inputs = self._inputs()
             half = aligned(4 * size)
             ranges = {"tokens": inputs.slice(0, 4 * size), "pos": inputs.slice(half, 4 * size)}
+            ranges |= self._crossing.inputs(size) if self._crossing is not None else {}
             self._programs[key] = self._bind(schedule, ranges, activations)
         return self._programs[key]
 

@@ -45,11 +45,12 @@ class TokenLoop:
         loop: BufferRange,
         readback: Sequence[Readback],
         copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]],
+        loads: Sequence[tuple[BufferRange, BufferRange]] = (),
     ) -> None:
-        """copies: for each read-back (source, target) copied at the end beside it."""
+        """copies: for each read-back (source, target) copied at the end beside it. loads: (source, target) copied at the beginning."""
         self.tokens = tokens
         self._copies = [
-            program.record(f"{name} x{tokens}", repeat=tokens, copies=[*back.copies(program, loop), *others])
+            program.record(f"{name} x{tokens}", repeat=tokens, loads=loads, copies=[*back.copies(program, loop), *others])
             for back, others in zip(readback, copies, strict=True)
         ]
 

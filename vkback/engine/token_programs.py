@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import Arena, BufferRange, Commands, Device, Ticket
+from vkback.device import Arena, BufferRange, Commands, Device
 from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.engine.readback import Readback, TokenLoop
 from vkback.engine.sampler import DRIED, PENALIZED, RING
@@ -40,6 +40,35 @@ class TokenPlans(Protocol):
     def token(self, kind: str) -> Schedule: ...
 
 
+class Waits(Protocol):
+    """What was submitted: a Ticket, or what several devices do one after another."""
+
+    def wait(self) -> None:
+        """Until it is done. Raises DeviceLost, Timeout."""
+
+
+class LayersBefore(Protocol):
+    """What other devices do of each token before this one does the rest (vkback/engine/split/)."""
+
+    def loads(self) -> Sequence[tuple[BufferRange, BufferRange]]:
+        """What a recording of one token copies at its beginning."""
+
+    def feeds(self, one: BufferRange) -> Sequence[tuple[BufferRange, BufferRange]]:
+        """What it copies at its end, so that the others have the next token. one: that and its position."""
+
+    def set_input(self, words: npt.NDArray[np.int32]) -> None:
+        """The token and its position, as `one` has them, that the others begin with."""
+
+    def submit(self, number: int, commands: Sequence[Commands], *, barriers: bool = False) -> Waits:
+        """A token through all devices, this one last. number: of its read-back. barriers: with all of them on the others."""
+
+    def timed_out(self, number: int) -> bool:
+        """Whether a spin-wait of another device timed out, in the last submit with this number."""
+
+    def forget_timeouts(self) -> None:
+        """As if none had."""
+
+
 class TokenPrograms:
     """Programs of one token over one KV cache at a time. Kinds are "logits" and those of `loop_kind` (vkback/engine/sampler.py).
 
@@ -50,9 +79,15 @@ class TokenPrograms:
     """
 
     def __init__(
-        self, device: Device, n_vocab: int, plans: TokenPlans, bind: Callable[[Schedule, dict[str, BufferRange]], Program]
+        self,
+        device: Device,
+        n_vocab: int,
+        plans: TokenPlans,
+        bind: Callable[[Schedule, dict[str, BufferRange]], Program],
+        before: LayersBefore | None = None,
     ) -> None:
-        """Takes no memory yet: see `allocate`."""
+        """Takes no memory yet: see `allocate`. before: where other devices have the first layers; recordings are of one token then."""
+        self._before = before
         self._device, self._n_vocab, self._plans, self._bind = device, n_vocab, plans, bind
         self._programs: dict[str, Program] = {}
         self._loops: dict[tuple[str, int], TokenLoop] = {}
@@ -123,14 +158,18 @@ class TokenPrograms:
         """One token of a kind, and its logits to the host."""
         if kind not in self._recordings:
             program = self.program(kind)
-            self._recordings[kind] = program.record(kind, copies=self._logits_back.copies(program, program.range("result_output")))
+            copies = self._logits_back.copies(program, program.range("result_output"))
+            self._recordings[kind] = program.record(kind, loads=self._loads(), copies=copies)
         return self._recordings[kind]
 
     def with_barriers(self) -> Commands:
         """The recording of "logits" with all barriers, for once."""
         program = self.program("logits")
         copies = self._logits_back.copies(program, program.range("result_output"))
-        return program.record("logits, all barriers", barriers=True, copies=copies)
+        return program.record("logits, all barriers", barriers=True, loads=self._loads(), copies=copies)
+
+    def _loads(self) -> Sequence[tuple[BufferRange, BufferRange]]:
+        return self._before.loads() if self._before is not None else ()
 
     def loop(self, kind: str, size: int, *, logits: bool = False) -> TokenLoop:
         """The recording of `size` tokens of a kind; logits: it copies those of the last one."""
@@ -138,6 +177,7 @@ class TokenPrograms:
         if key not in self._loops:
             program = self.program(kind)
             copies = [(found := program.range("result_output"), self._logits_back.result.slice(0, found.size))] if logits else []
+            copies += self._before.feeds(self.inputs["one"]) if self._before is not None else []
             self._loops[key] = self.token_loop(program, kind, size, [copies] * len(self._loop_backs))
         return self._loops[key]
 
@@ -150,16 +190,21 @@ class TokenPrograms:
 
     def token_loop(self, program: Program, name: str, steps: int, copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]]) -> TokenLoop:
         """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
-        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies)
+        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies, self._loads())
 
-    def submit(self, loop: TokenLoop, before: Callable[[int], Sequence[Commands]] | None = None) -> tuple[Ticket, int]:
+    def submit(self, loop: TokenLoop, before: Callable[[int], Sequence[Commands]] | None = None) -> tuple[Waits, int]:
         """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops.
 
         before  what the submit begins with, by the number of its read-back
         """
         back = self._turn
         self._turn = (self._turn + 1) % len(self._loop_backs)
-        return self._device.submit([*(before(back) if before is not None else ()), loop.commands(back)]), back
+        commands = [*(before(back) if before is not None else ()), loop.commands(back)]
+        return self._before.submit(back, commands) if self._before is not None else self._device.submit(commands), back
+
+    def timed_out(self, number: int) -> bool:
+        """Whether a spin-wait of a submit timed out, so that its results are worth nothing."""
+        return self.back(number).timed_out or (self._before is not None and self._before.timed_out(number))
 
     def back(self, number: int) -> Readback:
         """Where a submit's results are."""
@@ -177,10 +222,15 @@ class TokenPrograms:
         words = np.zeros((2, INPUT_BYTES // 4), np.int32)
         words[:, 0] = token, position
         self._device.upload(self.inputs["one"], words)
+        if self._before is not None:
+            self._before.set_input(words)
 
-    def decode(self, token: int, position: int, commands: Commands) -> tuple[Floats, bool]:
-        """Logits of a token, and whether they are worth nothing because a spin-wait timed out."""
+    def decode(self, token: int, position: int, commands: Commands, *, barriers: bool = False) -> tuple[Floats, bool]:
+        """Logits of a token, and whether they are worth nothing because a spin-wait timed out. barriers: the recording has all of them."""
         self.set_input(token, position)
+        if self._before is not None:
+            self._before.submit(0, [commands], barriers=barriers).wait()
+            return self.logits(), self._logits_back.timed_out or self._before.timed_out(0)
         # A driver on the CPU needs the cores itself.
         self._device.submit(commands).wait(spin_s=0.0 if self._device.caps.software else SPIN_S)
         return self.logits(), self._logits_back.timed_out
@@ -193,6 +243,8 @@ class TokenPrograms:
         """As if no spin-wait had timed out."""
         for back in (self._logits_back, *self._loop_backs):
             back.forget()
+        if self._before is not None:
+            self._before.forget_timeouts()
 
     def forget_programs(self) -> None:
         """Make them anew when they are next used."""

@@ -149,12 +149,14 @@ class Program:
         repeat: int = 1,
         timestamps: bool = False,
         barriers: bool = False,
+        loads: Sequence[tuple[BufferRange, BufferRange]] = (),
         copies: Sequence[tuple[BufferRange, BufferRange]] = (),
         part: Sequence[int] | None = None,
         on_dispatch: Callable[[Dispatch], object] | None = None,
     ) -> Commands:
         """Record the schedule `repeat` times into one command buffer.
 
+        loads       (source, target) copied at the beginning, of memory that the host writes
         copies      (source, target) copied at the end, for the host to read
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
         barriers    between all stages, also those that could do without; timestamps need them
@@ -164,6 +166,10 @@ class Program:
         part = range(len(self.schedule.stages)) if part is None else part
         count = 1 + len(part) if timestamps else 0
         rec = self.device.recorder(name, timestamps=count * repeat)
+        if loads:
+            rec.host_writes()
+        for source, target in loads:
+            rec.copy(source, target)
         for _ in range(repeat):
             rec.barrier()
             if timestamps:

@@ -227,6 +227,7 @@ class Batch:
         sequences = whole("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", 1, "batch")
         if sequences > CLASSES[-1]:
             raise wrong("sequences", sequences, f"a whole number from 1 to {CLASSES[-1]}", "batch")
+        engine.require_one_device("a batch of texts")
         self.engine, self.device = engine, engine.device
         pinned = engine.pinned if pinned is None else pinned
         recurrent, software = engine.model.architecture.recurrent, engine.device.caps.software

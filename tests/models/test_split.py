@@ -1,0 +1,230 @@
+"""Layers of a model on two devices: two logical devices of the same chip, so that texts have the bits of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device_kit import driver_of, lose
+from tiny_models import TINY
+
+from vkback.device import Device, DeviceError, DeviceLost, FeatureMissing, HostPages
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
+from vkback.engine.sampler import Sampler
+from vkback.engine.split.layers import SplitError
+from vkback.graph import Part, cuttable
+from vkback.models import Model
+from vkback.models.synth import synthesize
+
+TOKENS = np.random.default_rng(5).integers(0, 300, 40).tolist()
+OPTIONS = LoadOptions(ctx=64, ubatch=16, act="f32")
+HALVES = LoadOptions(ctx=64, ubatch=16, act="f32", tensor_split=(1, 1))
+
+OF_A_KIND = ("tiny-llama", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4-ple", "tiny-lfm2", "tiny-qwen35moe")
+"""Dense, experts with sinks, windows, several values that cross and layers that read others' rows, short convolutions, a delta net."""
+
+ALL = [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("split") / "llama.gguf"
+    synthesize("tiny-llama-Q8_0", path)
+    return path
+
+
+@pytest.fixture
+def second(device: Device) -> Iterator[Device]:
+    """The same chip once more."""
+    with Device.open(device.index) as opened:
+        yield opened
+
+
+@contextmanager
+def stopped(device: Device) -> Iterator[None]:
+    """The driver says that it has lost the device, which ends meanwhile what is in flight."""
+    with pytest.MonkeyPatch.context() as patch:
+        for call in ("vkWaitSemaphores", "vkGetSemaphoreCounterValue", "vkQueueSubmit"):
+            patch.setattr(driver_of(device).fn, call, lambda *_: -4)  # VK_ERROR_DEVICE_LOST
+        yield
+    device.wait_idle()
+
+
+def what_it_makes(engine: Engine) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Texts, and bits of logits, of an engine: prompts in pieces, greedy and drawn tokens, a state that is saved and restored."""
+    engine.prompt(TOKENS[:30])
+    texts = [list(engine.generate(TOKENS[30], 12, stop_at_eos=False))]
+    state = engine.snapshot()
+    texts.append(list(engine.generate(texts[0][-1], 6, sampler=Sampler(temp=1.0, seed=3), stop_at_eos=False)))
+    engine.reset()
+    logits = [engine.prompt_logits(TOKENS), engine.decode_logits(5)]
+    engine.restore(state)
+    texts.append(list(engine.generate(texts[0][-1], 6, sampler=Sampler(temp=1.0, seed=3), stop_at_eos=False)))
+    assert texts[1] == texts[2]
+    return texts, [each.view(np.uint32) for each in logits]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("name", ALL)
+def test_two_devices_make_the_bits_of_one(name: str, tmp_path: Path, device: Device, second: Device) -> None:
+    synthesize(f"{name}-Q8_0", path := tmp_path / "model.gguf")
+    with Engine.open(path, device, OPTIONS) as engine:
+        expected = what_it_makes(engine)
+    with Engine.open(path, [device, second], HALVES) as engine:
+        assert [part.begins for part in engine.parts] == [True, False] and len(engine.devices) == 2
+        found = what_it_makes(engine)
+    assert found[0] == expected[0]
+    assert all(np.array_equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shared", [True, False])
+def test_three_devices_with_and_without_memory_that_all_import(
+    shared: bool, llama: Path, device: Device, second: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Device, purpose: str, pages: HostPages) -> None:
+        raise FeatureMissing("[memory] none")
+
+    with Engine.open(llama, device, OPTIONS) as engine:
+        expected = what_it_makes(engine)
+    if not shared:
+        monkeypatch.setattr(Device, "import_host", refused)
+    how = LoadOptions(ctx=64, ubatch=16, act="f32", tensor_split=(1, 1, 1))
+    with Device.open(device.index) as third, Engine.open(llama, [device, second, third], how) as engine:
+        assert [(part.first, part.end) for part in engine.parts] == [(0, 1), (1, 2), (2, 3)]
+        found = what_it_makes(engine)
+    assert found[0] == expected[0]
+    assert all(np.array_equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+@pytest.mark.vulkan
+def test_a_text_that_is_left_goes_on(llama: Path, device: Device, second: Device) -> None:
+    with Engine.open(llama, device, OPTIONS) as engine:
+        whole = list(engine.generate(7, 20, stop_at_eos=False))
+    with Engine.open(llama, [device, second], HALVES) as engine:
+        left = engine.generate(7, 20, stop_at_eos=False)
+        begun = [next(left) for _ in range(5)]
+        left.close()
+        assert engine.n_past == 5
+        assert begun + list(engine.generate(begun[-1], 15, stop_at_eos=False)) == whole
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_device_is_one_error_and_the_tokens_so_far_stay(
+    lost: int, llama: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Device.open(device.index) as first, Device.open(device.index) as last:
+        engine = Engine.open(llama, [first, last], HALVES)
+        text = engine.generate(7, 20, stop_at_eos=False)
+        begun = [next(text) for _ in range(3)]
+        with stopped([first, last][lost]):
+            with pytest.raises(DeviceLost, match=rf"^\[split\] device {lost + 1} of 2, .*VK_ERROR_DEVICE_LOST") as found:
+                begun += list(text)
+            assert "\n" not in str(found.value)
+            assert engine.tokens == (7, *begun[:-1])
+            with pytest.raises(DeviceLost):
+                engine.decode_logits(begun[-1])
+        lose([first, last][lost], monkeypatch)
+        engine.close()
+    with Engine.open(llama, device, OPTIONS) as engine:
+        assert list(engine.generate(7, 20, stop_at_eos=False))[: len(begun)] == begun
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_device_lost_in_a_prompt_is_one_error(lost: int, llama: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Device.open(device.index) as first, Device.open(device.index) as last:
+        engine = Engine.open(llama, [first, last], HALVES)
+        engine.prompt(TOKENS[:20])
+        lost_so = pytest.raises(DeviceLost, match=rf"^\[split\] device {lost + 1} of 2, .*VK_ERROR_DEVICE_LOST")
+        with stopped([first, last][lost]), lost_so:
+            engine.prompt(TOKENS[20:])
+        lose([first, last][lost], monkeypatch)
+        engine.close()
+
+
+@pytest.mark.vulkan
+def test_what_one_device_holds_is_not_split_unless_shares_are_asked_for(llama: Path, device: Device, second: Device) -> None:
+    with pytest.raises(SplitError, match=r"fit device 1 of 2, .* takes less time there \(forecast: .* ms, over all .* ms\).*-ts 1,1"):
+        Engine.open(llama, [device, second], OPTIONS)
+
+
+@pytest.mark.vulkan
+def test_shares_and_options_that_cannot_be_are_refused_by_name(llama: Path, tmp_path: Path, device: Device, second: Device) -> None:
+    def refused(match: str, devices: list[Device], path: Path = llama, **options: object) -> None:
+        with pytest.raises(SplitError, match=match):
+            Engine.open(path, devices, LoadOptions(ctx=64, **options))  # type: ignore[arg-type]
+
+    refused(r"^\[split\] -ts 3,1,1 has 3 shares for 2 devices; expected one for each", [device, second], tensor_split=(3, 1, 1))
+    refused(r"can be cut in 3 parts, for 4 devices; expected at most 3", [device, second] * 2, tensor_split=(1, 1, 1, 1))
+    refused(r"--spec-pinned: drafts are made on one device", [device, second], tensor_split=(1, 1), spec_pinned=4)
+    refused(r"-ts is for several devices", [device], tensor_split=(1,))
+    synthesize("tiny-bert-Q8_0", bert := tmp_path / "bert.gguf")
+    refused(r"bert makes vectors of whole texts, on one device", [device, second], bert, tensor_split=(1, 1))
+
+
+@pytest.mark.vulkan
+def test_uses_that_need_all_layers_on_one_device_are_refused(llama: Path, device: Device, second: Device) -> None:
+    from vkback.engine.batch.batch import Batch
+
+    with Engine.open(llama, [device, second], HALVES) as engine:
+        with pytest.raises(SplitError, match=r"llama.gguf: a batch of texts needs all layers on one device, they are on 2"):
+            Batch(engine)
+        with pytest.raises(SplitError, match=r"a vector of a text needs"):
+            list(engine.vectors([[1, 2]], "mean"))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_can_be_cut_and_the_parts_are_the_whole(name: str, tmp_path: Path) -> None:
+    synthesize(f"{name}-Q8_0", path := tmp_path / "model.gguf")
+    model = Model.open(path)
+    n = model.hp.n_layer
+    graph = model.graph(3, 64, head="all")
+    places = cuttable(graph, n, 3)
+    assert places
+    for place in places:
+        parts = [Part(0, place, n).of(graph), Part(place, n, n).of(graph)]
+        assert [node.name for part in parts for node in part.nodes] == [node.name for node in graph.nodes]
+        inputs = {t.name for t in parts[1].tensors().values() if t.kind == "input"} - {"tokens", "pos"}
+        assert inputs == {t.name for t in parts[0].outputs}
+
+
+@pytest.mark.vulkan
+def test_host_memory_that_two_devices_import(device: Device, second: Device) -> None:
+    pages = HostPages(1000)
+    try:
+        with device.import_host("ours", pages) as ours, second.import_host("theirs", pages) as theirs:
+            a, b = ours.alloc(1000, "a"), theirs.alloc(1000, "b")
+            with device.arena("on the device", 1024, "device") as own, second.arena("on the other", 1024, "device") as other:
+                values, target = own.alloc(1000, "values"), other.alloc(1000, "target")
+                device.upload(values, np.arange(250, dtype=np.float32))
+                rec = device.recorder("out")
+                rec.copy(values, a)
+                rec.host_barrier()
+                device.run(rec)
+                rec = second.recorder("in")
+                rec.host_writes()
+                rec.copy(b, target)
+                commands, gate = rec.finish(), second.gate()
+                value = gate.next()
+                ticket = second.submit(commands, gate)
+                assert not ticket.done
+                gate.open(value)
+                ticket.wait()
+                assert np.array_equal(second.download(target, np.float32), np.arange(250, dtype=np.float32))
+                commands.destroy()
+                gate.destroy()
+    except FeatureMissing as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.vulkan
+def test_memory_that_cannot_be_imported_is_refused_with_the_other_way(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vkback.device.memory.EXTERNAL_HOST", "VK_EXT_of_no_driver")
+    with pytest.raises(DeviceError, match=r"cannot import memory of the host, it lacks VK_EXT_of_no_driver\. Copy through memory of kind"):
+        device.import_host("rows", HostPages(1))

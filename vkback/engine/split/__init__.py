@@ -1,0 +1,1 @@
+"""One model over several devices, layer by layer (docs/several_devices.md)."""
