@@ -1,0 +1,117 @@
+"""What a step with the drafts of an MTP block costs, at made acceptance: models of random weights with such a block.
+
+    python bench/mtp_block.py FOLDER [SHAPE-TYPE ...]
+
+SHAPE: dense-8b (the sizes of llama 8B with the dense layers of glm4moe), or a shape of `vkback synth` with attention in block LIKE, whose
+weights the block has a copy of. The block drafts in each step; what counts as right is made by a first run of the same text, as
+`vkbench spec` does. So a step costs what it costs, and makes as many tokens as it is said to make.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from vkback.engine.drafts import Drafts
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
+from vkback.engine.sampler import Sampler
+from vkback.models import synth
+from vkback.models.keys import MTP
+from vkback.models.shape import ModelShape
+
+PROMPT, TOKENS, REPEATED = 64, 192, 3
+
+DENSE = ModelShape(
+    "glm4moe",
+    32,
+    4096,
+    14336,
+    32,
+    8,
+    128,
+    128256,
+    131072,
+    500000.0,
+    n_expert=8,
+    n_expert_used=2,
+    n_ff_expert=1408,
+    metadata={"expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_weights_norm": True, "leading_dense_block_count": 33},
+)
+LIKE = {"qwen35": 3, "qwen35moe": 3, "qwen3next": 3, "glm4moe": 2}
+"""A block with attention of each architecture."""
+
+
+def write(name: str, path: Path) -> None:
+    """The model `SHAPE-TYPE` with one more block, which predicts the token after the next one."""
+    shape_name, _, type = name.rpartition("-")
+    base = DENSE if shape_name == "dense-8b" else synth.SHAPES[shape_name]
+    like = min(LIKE[base.arch], base.n_layer - 1)
+    shape = replace(base, metadata={**base.metadata, "block_count": base.n_layer + 1, MTP: 1})
+    shapes = synth._shapes  # the only way to a file with tensors that no shape has
+
+    def with_block(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+        il, begin = s.n_layer, f"blk.{like}."
+        for tensor, dims in shapes(s):
+            yield tensor, dims
+        for tensor, dims in shapes(s):
+            if tensor.startswith(begin):
+                yield f"blk.{il}.{tensor.removeprefix(begin)}", dims
+        yield f"blk.{il}.nextn.eh_proj.weight", (s.n_embd, 2 * s.n_embd)
+        for norm in ("enorm", "hnorm", "shared_head_norm"):
+            yield f"blk.{il}.nextn.{norm}.weight", (s.n_embd,)
+
+    tiny = "tiny-" if shape_name.startswith("tiny-") else ""
+    with patch.object(synth, "_shapes", with_block), patch.dict(synth.SHAPES, {f"{tiny}with-block": shape}):
+        synth.synthesize(f"{tiny}with-block-{type}", path)
+
+
+def rate(engine: Engine, prompt: Sequence[int], drafts: Drafts | None) -> tuple[float, list[int]]:
+    """Tokens a second of the text without compiling, the best of several; the text."""
+    best, text = 0.0, list[int]()
+    for _ in range(REPEATED + 1):
+        engine.reset()
+        engine.prompt(prompt[:-1])
+        engine.prepare(sampler=Sampler())
+        tokens = engine.generate(prompt[-1], TOKENS, sampler=Sampler(), stop_at_eos=False, drafts=drafts)
+        begun, compiled = time.perf_counter(), engine.compiled.seconds
+        text = list(tokens)
+        best = max(best, TOKENS / (time.perf_counter() - begun - (engine.compiled.seconds - compiled)))
+    return best, text
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    rows = ["| model | drafts a step | tokens a step | t/s | plain t/s | gain | ms a step |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for name in names:
+        path = folder / f"{name}.gguf"
+        begun = time.perf_counter()
+        write(name, path)
+        print(f"{name}: written in {time.perf_counter() - begun:.1f} s", flush=True)
+        with Engine.open(path, None, LoadOptions(ctx=512, spec_type="draft-mtp", spec_pinned=4)) as engine:
+            print(f"{engine.device.caps.summary_line()}, {engine.description}: {time.perf_counter() - begun:.1f} s", flush=True)
+            vocab = engine.model.hp.n_vocab
+            prompt = np.random.default_rng(1).integers(vocab, size=PROMPT).tolist()
+            plain, _ = rate(engine, prompt, None)
+            _, text = rate(engine, prompt, Drafts(3, pinned=4, known=(-1,)))
+            for most, length in ((2, 3), (3, 3), (3, 2), (3, 4)):
+                known = [(t + 1) % vocab if i % length == length - 1 else t for i, t in enumerate(text)]
+                found, made = rate(engine, prompt, Drafts(most, pinned=4, model=True, known=(*prompt, *known)))
+                assert made == text, "drafts change no text"
+                counts = engine.draft_counts
+                tokens = TOKENS / counts.steps
+                rows.append(
+                    f"| {name} | {most} | {tokens:.2f} | {found:.0f} | {plain:.0f} | {found / plain:.2f} | {1000 * tokens / found:.3f} |"
+                )
+                print(rows[-1], flush=True)
+        path.unlink()
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or ["dense-8b-Q4_K_S"])
