@@ -145,7 +145,7 @@ class SimulatedEngine:
         self.columns = {c.text.id: self.columns[c.text.id] for c in step.columns if c.text.id in self.columns}
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
-        for text, slot, steps, tokens, first in step.columns:
+        for text, slot, steps, tokens, first, _ in step.columns:
             assert text.state is State.RUNNING and text.slot == slot < limits.slots and steps >= 0 and tokens >= 1
             column = self.columns.get(text.id)
             if column is None:

@@ -11,7 +11,9 @@ const uint CHAIN_WORDS = 32u, CHAIN_COUNT = 0u, CHAIN_MU = 1u, CHAIN_TYP_P = 2u,
 const uint CHAIN_RANGE = 6u, CHAIN_EXPONENT = 7u, CHAIN_TAU = 8u, CHAIN_ETA = 9u, CHAIN_TEMP = 10u, CHAIN_ORDER = 16u;
 const int TOP_K = 1, TOP_P = 2, MIN_P = 3, TYP_P = 4, TOP_N_SIGMA = 5, XTC = 6, TEMPERATURE = 7, MIROSTAT = 8, MIROSTAT_V2 = 9;
 
-#ifdef COLUMNS
+#ifdef PICKS
+#define CHAIN_BIND LOOP_BIND + 5
+#elif defined(COLUMNS)
 #define CHAIN_BIND LOOP_BIND + 7
 #else
 #define CHAIN_BIND LOOP_BIND + 3

@@ -14,7 +14,7 @@
 // one before, find it exactly. Of tokens at the distance of the k-th, top-k keeps those with the lowest ids. The order of the list does not matter: sums are integers, and the draw is the largest of -distance / temp +
 // noise(seed, pos, id), which has the probabilities of the softmax (Gumbel-max trick).
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS (and with it PICKS) or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
 
 #include "common/reduce.glsl"
 

@@ -10,7 +10,7 @@
 //
 // Workgroup (x, y) counts of column y logits x * WG_SIZE * PER_THREAD .. in shared memory; neighbouring threads read neighbouring logits.
 //
-// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
+// Defines: PER_THREAD TICKET LOOP_BIND, COLUMNS (and with it PICKS) or DRAFTS 1 or nothing, CHAIN 1: texts may have chains of samplers; those of common/reduce.glsl
 
 layout(local_size_x = WG_SIZE) in;
 

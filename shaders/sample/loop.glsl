@@ -14,10 +14,12 @@
 //   void loop_advance(int id)    one thread calls, after every workgroup of the column has called loop_stopped or column_fate; id -1: NaN
 //
 // With DRAFTS the columns are positions of one text, and what each picks is only noted in `picked`: sample/accept.comp moves the loop on.
-// column_fate() is then HOLE or DRAWS.
+// column_fate() is then HOLE or DRAWS. So with PICKS beside COLUMNS, where several columns may be of
+// one sequence: sample/accept_columns.comp.
 //
 // Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it, with COLUMNS also rows, slots, draws and pages; with DRAFTS picked and
-// pos), and push constants p.capacity, with COLUMNS also p.n_slots, p.page (rows of a page) and p.max_pages (pages that a slot can have).
+// pos, with PICKS also slots and draws), and push constants p.capacity, with COLUMNS also p.n_slots, p.page (rows of a page) and
+// p.max_pages (pages that a slot can have).
 
 #include "sample/column.glsl"
 
@@ -26,14 +28,17 @@ const uint LOOP_N_EOS = 13u, LOOP_EOS = 16u, LOOP_RING = 32u, MAX_EOS = 16u;
 const int STATUS_NAN = 1, STATUS_EOS = 2;
 
 layout(binding = LOOP_BIND) buffer Loop { int loop_words[]; };
-#ifdef DRAFTS
+#if defined(DRAFTS) || defined(PICKS)
 layout(binding = LOOP_BIND + 1) writeonly buffer Picked { int picked[]; };
 layout(binding = LOOP_BIND + 2) readonly buffer Pos { int pos[]; };
 #else
 layout(binding = LOOP_BIND + 1) writeonly buffer Tokens { int tokens[]; };
 layout(binding = LOOP_BIND + 2) buffer Pos { int pos[]; };
 #endif
-#ifdef COLUMNS
+#ifdef PICKS
+layout(binding = LOOP_BIND + 3) readonly buffer Slots { int slots[]; };
+layout(binding = LOOP_BIND + 4) readonly buffer Draws { int draws[]; };
+#elif defined(COLUMNS)
 layout(binding = LOOP_BIND + 3) writeonly buffer Rows { int rows[]; };
 layout(binding = LOOP_BIND + 4) readonly buffer Slots { int slots[]; };
 layout(binding = LOOP_BIND + 5) readonly buffer Draws { int draws[]; };
@@ -44,10 +49,17 @@ layout(binding = LOOP_BIND + 6) readonly buffer Pages { int pages[]; };
 
 const uint HOLE = 0u, ENDS = 1u, DRAWS = 2u;
 
-#ifdef DRAFTS
+#if defined(DRAFTS) || defined(PICKS)
 uint column_fate() {
-    return loop_words[LOOP_STATUS] == 0 && pos[COLUMN] >= 0 ? DRAWS : HOLE;
+#ifdef PICKS
+    if (pos[COLUMN] < 0 || uint(slots[COLUMN]) >= p.n_slots || draws[COLUMN] == 0) return HOLE;
+#else
+    if (pos[COLUMN] < 0) return HOLE;
+#endif
+    return loop_words[IN_LOOP(LOOP_STATUS)] == 0 ? DRAWS : HOLE;
 }
+
+void column_end() {}
 
 void loop_advance(int id) {
     picked[COLUMN] = id;

@@ -52,6 +52,7 @@ BOUNDED = {
     "sample/draw.comp": {"x": VOCAB, "y": "rows of logits"},
     "sample/dry.comp": {"y": "rows of logits"},
     "sample/histogram.comp": {"x": VOCAB, "y": "rows of logits"},
+    "sample/lookup_columns.comp": {"x": "columns of a step, at most 64"},
     "sample/penalties.comp": {"x": VOCAB, "y": "rows of logits"},
     "ssm/conv.comp": {"x": "32 channels each", "y": TOKENS},
     "ssm/delta_chunk_state.comp": {"x": "rows of a head", "y": "heads"},

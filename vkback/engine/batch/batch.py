@@ -38,11 +38,12 @@ from vkback.engine.batch.scheduler import (
     Step,
     Text,
 )
+from vkback.engine.batch.shares import gains_of
 from vkback.engine.batch.solo import Solo
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
 from vkback.engine.constraint import Constraint
-from vkback.engine.drafts import DraftCounts, Drafts
+from vkback.engine.drafts import ENOUGH, DraftCounts, Drafts, Probe
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
@@ -50,6 +51,7 @@ from vkback.models.builder import Paging
 from vkback.models.cache_range import overflow_message
 from vkback.ops.sampling.chain import CHAIN_WORDS
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_NO_PAGE
+from vkback.ops.sampling.lookup import DRAFT_WORDS, FROM_TEXT, KNOWN, LEAST, MADE, MATCH, MODE, MOST
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN
 
 Floats = npt.NDArray[np.float32]
@@ -90,7 +92,7 @@ class Request:
     client       whose it is; clients take turns
     logits       the caller wants the logits that each token was picked from, which costs speed
     constraint   what the text must be; steps then wait for the host
-    drafts       those that it may have while it runs alone
+    drafts       those that it may have: alone by the engine's own loop, beside others in columns that the step has left
     """
 
     tokens: tuple[int, ...]
@@ -137,7 +139,9 @@ class Update:
 class _Work:
     """A request, and what the device knows of it. loop: words of its loop before the ring, but for the limit. column: of its steps, -1:
     none. pages: entries of the page table that are written. seen: steps of its loop that were reported. begun: its prompt is in the
-    staging cache, in part. mask: of its constraint, for the next token. chain: of its samplers, where it waited on the host."""
+    staging cache, in part. mask: of its constraint, for the next token. chain: of its samplers, where it waited on the host. probe: what
+    could have been drafted of it beside others. behind: tokens that its text on the device may lack, which are in its loop's ring if they
+    are few; -1: it is not there. counted: its drafts since it is."""
 
     request: Request
     text: Text
@@ -151,6 +155,9 @@ class _Work:
     took: Took = field(default_factory=Took)
     chain: npt.NDArray[np.float32] | None = None
     mask: npt.NDArray[np.int32] | None = None
+    probe: Probe | None = None
+    behind: int = -1
+    counted: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(eq=False)
@@ -164,7 +171,8 @@ class _Submitted:
 
 @dataclass
 class Counters:
-    """steps: of all columns at once; columns: of all steps; tokens: made; preempted: texts; drafts: of texts that ran alone."""
+    """steps: of all columns at once; columns: of all steps, but for drafts; tokens: made; preempted: texts; drafts: of texts alone, and of
+    those beside others that have ended."""
 
     steps: int = 0
     columns: int = 0
@@ -276,6 +284,7 @@ class Batch:
         self._used_slots: dict[Literal["dry", "chains"], set[int]] = {"dry": set(), "chains": set()}
         self._works: dict[int, _Work] = {}
         self._columns: list[_Work | None] = [None] * most
+        self._draft_columns: dict[int, tuple[int, int]] = {}  # slot and number of a draft, by column
         self._flying: deque[_Submitted] = deque()
         self._made: list[Update] = []
         self._ids = count()
@@ -499,6 +508,11 @@ class Batch:
         work.kept, work.kept_states = [], None
 
     def _submit(self, action: Step) -> None:
+        drafting = any(c.drafts for c in action.columns)
+        if drafting and any(
+            w.column >= 0 and not 0 <= w.behind <= RING // 2 for w in (self._works[c.text.id] for c in self._in(action) if c.drafts)
+        ):
+            self._drain()  # so that the host knows the whole text
         columns = self._in(action)
         ids = {c.text.id for c in columns}
         for i, work in enumerate(self._columns):
@@ -521,6 +535,8 @@ class Batch:
                 self._place(work)
             self._give_pages(work)
         self._prefill(columns)
+        kind = replace(kind, drafts=drafting)
+        self._give_drafts(columns, action)
         if not self._programs.ready(action.width, kind):
             self._drain()  # whose time would hold that of compilers
             self._programs.record(action.width, kind, action.count)
@@ -558,9 +574,11 @@ class Batch:
         text, work = column.text, self._works[column.text.id]
         request = work.request
         began, compiled = time.perf_counter(), self.engine.compiled.seconds
+        work.probe, text.gains = None, ()
         if self._solo is None:
             self._note_reused(work)
             self._take_out(work)
+            self._settle(work)
             work.took.before = work.took.drafts
             self._solo = Solo(self.engine, self._caches, text, request)
         work.took.began = work.took.began or began
@@ -612,6 +630,77 @@ class Batch:
                 self._put(next(holes), work.text, token, row, draws=False)
             self.counters.read += len(tokens)
 
+    # Drafts
+
+    def _may_draft(self, work: _Work) -> Drafts | None:
+        """Those that a text may have beside others: none where the host or its sampler has to see every token, or states cannot go back."""
+        request, drafts = work.request, work.request.drafts
+        if drafts is None or not drafts.most or drafts.model or self.limits.recurrent or not request.max_tokens:
+            return None
+        sampler = request.sampler
+        plain = not (request.constraint or request.logits or sampler.penalizes or sampler.chained or sampler.dries)
+        return drafts if plain else None
+
+    def _probe(self, work: _Work, made: Sequence[int]) -> None:
+        """Note tokens of a text, and what the scheduler goes by when it shares out columns."""
+        text, drafts = work.text, self._may_draft(work)
+        if drafts is None or 2 * self.scheduler.running > self.limits.max_step_tokens:
+            text.gains, work.probe = (), None
+            return
+        if drafts.known is not None:
+            text.gains = tuple(1.0 + i for i in range(drafts.most + 1))
+            return
+        if work.probe is None:
+            work.probe = Probe(text.tokens[: len(text.tokens) - len(made)])
+        for token in made:
+            work.probe.take(token)
+        text.gains = gains_of(work.probe.hits, drafts.most) if len(work.probe.hits) >= ENOUGH else ()
+
+    def _give_drafts(self, columns: Sequence[Column], action: Step) -> None:
+        """Columns of this step to drafts, and the device what it needs to find them."""
+        wanted = [(c.slot, i) for c in columns for i in range(1, c.drafts + 1)]
+        for column, draft in list(self._draft_columns.items()):
+            if draft not in wanted or column >= action.width or self._columns[column] is not None:
+                del self._draft_columns[column]
+                if self._columns[column] is None:
+                    self._edits.put(self._state.word("draws", column), 0)
+        free = (i for i in range(action.width) if self._columns[i] is None and i not in self._draft_columns)
+        there = set(self._draft_columns.values())
+        for slot, i in (draft for draft in wanted if draft not in there):
+            column = next(free)
+            self._draft_columns[column] = slot, i
+            for name, value in {"slots": slot, "draws": 1 + i, "pos": -1, "rows": -1}.items():
+                self._edits.put(self._state.word(name, column), value)
+        for c in columns:
+            work = self._works[c.text.id]
+            if c.drafts and not 0 <= work.behind <= RING // 2:
+                self._give_text(work)
+            if work.behind >= 0:
+                # In steps with drafts the device brings its text up to what its loop has made.
+                work.behind = 0 if wanted else work.behind + c.steps
+
+    def _give_text(self, work: _Work) -> None:
+        """The device a text, all of whose tokens are known to the host, and what its drafts are."""
+        drafts, text = work.request.drafts, work.text
+        assert drafts is not None
+        self._settle(work)
+        inputs, rows = self._programs.draft_inputs(), self.paging.page * self.paging.max_pages
+        words = np.full(rows, -1, np.int32)
+        given = text.tokens if drafts.known is None else drafts.known[:rows]
+        words[: len(given)] = given
+        draft = np.zeros(DRAFT_WORDS, np.int32)
+        mode = FROM_TEXT if drafts.known is None else KNOWN
+        draft[[MADE, MODE, MOST, LEAST, MATCH]] = work.seen, mode, drafts.most, drafts.least, drafts.match
+        for name, values in (("texts", words), ("draft", draft)):
+            self.device.upload(inputs[name].slice(text.slot * values.nbytes, values.nbytes), values)
+        work.behind = 0
+
+    def _settle(self, work: _Work) -> None:
+        """Count a text's drafts so far to all."""
+        self.counters.drafts += work.counted
+        work.took.before, work.counted = work.took.drafts, DraftCounts()
+        work.behind = -1
+
     def _in(self, action: Step) -> list[Column]:
         """Columns of a step whose texts have not ended."""
         return [c for c in action.columns if c.text.id in self._works]
@@ -641,6 +730,7 @@ class Batch:
         for i, value in enumerate(loop.tolist()):
             self._edits.put(self._state.word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
+        self._settle(work)
         sampler = request.sampler
         if sampler.dries or text.slot in self._used_slots["dry"]:
             rows = self.paging.page * self.paging.max_pages
@@ -689,6 +779,7 @@ class Batch:
         self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = (), error: VkbackError | None = None
     ) -> None:
         self._take_out(work)
+        self._settle(work)
         del self._works[work.text.id]
         self._made.append(Update(work.text.id, tuple(tokens), reason, tuple(logits), work.took, error))
 
@@ -735,7 +826,8 @@ class Batch:
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
         errors: dict[int, VkbackError] = {}
-        for text, slot, steps, taken, _ in done.action.columns:
+        drafted = done.flight.drafts()
+        for text, slot, steps, taken, _, drafts in done.action.columns:
             work = self._works.get(text.id)
             if work is None:
                 continue
@@ -746,6 +838,9 @@ class Batch:
             step, status = int(loops[slot, 0]), int(loops[slot, 1])
             made[text.id] = tokens = [int(loops[slot, LOOP_RING + i % RING]) for i in range(work.seen, step)]
             work.seen = step
+            if drafts and drafted is not None and work.behind >= 0:
+                work.counted = DraftCounts.read(drafted[slot])
+                work.took.drafts = work.took.before + work.counted
             if status == STATUS_NO_PAGE:
                 raise EngineError(f"[batch] text {text.id} ran out of pages on the device; expected the scheduler to assign them ahead")
             if status == STATUS_EOS:
@@ -760,6 +855,7 @@ class Batch:
         self.scheduler.done_step(done.action, made, ended, seconds)
         for id, tokens in made.items():
             work = self._works[id]
+            self._probe(work, tokens)
             if not work.request.max_tokens:  # its prompt is read, which is all that was wanted
                 tokens = []
             own = (logits[work.column],) if logits is not None and work.request.logits and work.column >= 0 else ()
@@ -816,5 +912,8 @@ class Batch:
         self._programs.forget_plans()
         for work in self._works.values():
             self._take_out(work)
+        for column in self._draft_columns:
+            for name in ("pos", "rows"):
+                self._edits.put(self._state.word(name, column), -1)
         for action in again:
             self._submit(action)

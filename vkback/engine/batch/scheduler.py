@@ -24,10 +24,13 @@ from typing import NamedTuple
 
 from vkback.checks import number, whole
 from vkback.engine.batch.pages import PagePool, PrefixCache
+from vkback.engine.batch.shares import DRAFT_WIDTHS, best_share
 from vkback.errors import ModelError
 
 SUBMIT_SECONDS = 0.004
 """Work of one submit: long enough that submitting costs little of it, short enough that a client that leaves is noticed."""
+KEPT_IDS = 64
+"""Tokens that a text may make in a submit: as many as its loop keeps."""
 MAX_STEPS = 8
 """Most steps in a submit."""
 SMOOTHING = 0.5
@@ -57,7 +60,8 @@ class Text:
     the page table, -1 without one. rows: while it is read those in the staging cache; then those in its pages (kept: on the host), as
     reported. submitted: steps submitted and not reported yet, each of which makes a token. ahead: rows that what is submitted and not
     reported stores. reason: why it ended. limit: most tokens made, its rows considered. arrival: its place in the order of arrival.
-    source: the text whose pages a fork shares when it is admitted.
+    source: the text whose pages a fork shares when it is admitted. gains: the caller's: tokens that a step is expected to make of it with
+    0, 1, ... drafts; none: it takes no drafts.
     """
 
     id: int
@@ -75,6 +79,7 @@ class Text:
     limit: int = 0
     arrival: int = 0
     source: Text | None = field(default=None, repr=False)
+    gains: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -156,13 +161,15 @@ class Read:
 class Column(NamedTuple):
     """A text in a step. steps: how many of the submit's steps it takes, each of which makes a token; fewer than all where it is at its
     limit then; 0: it is prefilled, and more of it is to come. tokens: of the text that the first of these steps takes, a column of the
-    device for each: text.tokens[first : first + tokens], at rows of the same numbers. first -1: one token, which the step before makes."""
+    device for each: text.tokens[first : first + tokens], at rows of the same numbers. first -1: one token, which the step before makes.
+    drafts: further columns, of which each step may make a token more."""
 
     text: Text
     slot: int
     steps: int
     tokens: int
     first: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +263,12 @@ class Scheduler:
         """Of a read, by the bits of its number of tokens."""
         self._step_seconds: dict[int, float] = {}
         """Of a step, by the columns of its program."""
+        self._draft_seconds: dict[int, float] = {}
+        """The same, of steps with drafts."""
+        self._draft_widths: set[int] = set()
+        """Columns of steps with drafts that were run."""
+        self._drafted = False
+        """Whether the last step had drafts."""
         self._probed: dict[int, float] = {}
         """The same, of steps of nothing but holes."""
         self._credit = 0.0
@@ -398,22 +411,28 @@ class Scheduler:
         if not self._steps or action is not self._steps[0]:
             raise ScheduleError("[batch] this step is not the oldest in flight; expected steps to be reported in order, each once")
         seconds = number("seconds", seconds, "seconds of work, at least 0", 0, who="batch")
-        for text, _, steps, *_ in action.columns:
+        for text, _, steps, _, _, drafts in action.columns:
             count = len(made.get(text.id, ()))
-            if count > steps or (count < steps and text.state is not State.ENDED and text.id not in ended):
+            if count > steps * (1 + drafts) or (count < steps and text.state is not State.ENDED and text.id not in ended):
                 raise ScheduleError(
-                    f"[batch] text {text.id}: made {count} tokens in {steps} steps; expected one a step, or fewer and a reported end"
+                    f"[batch] text {text.id}: made {count} tokens in {steps} steps with {drafts} drafts; expected one a step, one more for "
+                    "each draft, or fewer and a reported end"
                 )
         self._steps.popleft()
-        self._step_seconds[action.width] = _smooth(self._step_seconds.get(action.width), seconds / action.count)
+        if not any(c.drafts for c in action.columns):
+            self._step_seconds[action.width] = _smooth(self._step_seconds.get(action.width), seconds / action.count)
+        elif action.width in self._draft_widths:
+            self._draft_seconds[action.width] = _smooth(self._draft_seconds.get(action.width), seconds / action.count)
+        else:  # drivers compile in the first one what they put off
+            self._draft_widths.add(action.width)
         if self.limits.prompt_share < 1:
             share = self.share
             earned = max(0.0, seconds - action.prefill_seconds) * share / (1 - share)
             self._credit = min(self._credit + earned, max(self._credit, self._most_prompt_seconds()))
-        for text, _, steps, count, _ in action.columns:
+        for text, _, steps, count, _, drafts in action.columns:
             stored = count - (steps > 0)  # rows of its prompt, beside one for each token made
             text.submitted -= steps
-            text.ahead -= stored + steps
+            text.ahead -= stored + steps * (1 + drafts)
             if text.state is State.ENDED:
                 if not text.ahead:
                     self._leave(text)
@@ -683,23 +702,31 @@ class Scheduler:
         width, parts, charged = self._columns(ready)
         if not parts:
             return None
-        count = 1
+        count, drafts = 1, [0] * len(parts)
         if all(taken == rest == 1 for _, taken, rest in parts):
             count = min(self.most_steps, self.steps_per_submit(self.step_seconds(width)), max(t.left for t in ready))
-        needs = [self._need(text, taken, count if taken == rest else 0) for text, taken, rest in parts]
+            wider, shares = self._shares([text for text, *_ in parts], width)
+            fewer = min(count, KEPT_IDS // (1 + max(shares)))
+            needs = [self._need(text, 1, fewer, own) for (text, *_), own in zip(parts, shares, strict=True)]
+            if any(shares) and sum(needs) <= self.pool.available:
+                width, count, drafts = wider, fewer, shares
+        self._drafted = any(drafts)
+        needs = [
+            self._need(text, taken, count if taken == rest else 0, own) for (text, taken, rest), own in zip(parts, drafts, strict=True)
+        ]
         if sum(needs) > self.pool.available:
             # A text runs on in its column until the host takes it out, so that none can be left out of a step. What is in flight
             # is reported first, which may free pages; then the last one makes room.
             return None if self._steps else self._keep(ready[-1])
         self._credit -= charged
         columns = []
-        for (text, taken, rest), need in zip(parts, needs, strict=True):
+        for (text, taken, rest), need, own in zip(parts, needs, drafts, strict=True):
             text.pages += self.pool.take(need)
             steps = min(count, text.left) if taken == rest else 0
-            columns.append(Column(text, text.slot, steps, taken, -1 if text.submitted else text.rows + text.ahead))
+            columns.append(Column(text, text.slot, steps, taken, -1 if text.submitted else text.rows + text.ahead, own))
             stored = taken - (steps > 0)
             text.submitted += steps
-            text.ahead += stored + steps
+            text.ahead += stored + steps * (1 + own)
             self.prefilled += stored
         step = Step(tuple(columns), max(1, *(c.steps for c in columns)), width, charged)
         self._steps.append(step)
@@ -726,12 +753,22 @@ class Scheduler:
                 parts.append((text, taken, rest))
         return width, parts, charged
 
-    def _need(self, text: Text, tokens: int, count: int) -> int:
-        """Pages that a text lacks for a step that takes so many of its tokens, the first of `count` steps, and for the row after these,
-        which the device looks up at the end of the last. count 0: the step makes no token of it."""
+    def _shares(self, texts: Sequence[Text], width: int) -> tuple[int, list[int]]:
+        """Columns of the program for a step of these texts with drafts, and the drafts of each; none where they do not pay."""
+        limits, none = self.limits, (width, [0] * len(texts))
+        if self.most_steps == 1 or limits.recurrent or not any(text.gains for text in texts):
+            return none
+        widths = [n for n in limits.classes if len(texts) < n and (n in DRAFT_WIDTHS or n == width)]
+        seconds = {n: self._draft_seconds.get(n, 0.0) or self.step_seconds(n) for n in widths}
+        found = best_share([text.gains[: text.left] for text in texts], seconds, (width, self.step_seconds(width)), going=self._drafted)
+        return none if found is None else found
+
+    def _need(self, text: Text, tokens: int, count: int, drafts: int = 0) -> int:
+        """Pages that a text lacks for a step that takes so many of its tokens, the first of `count` steps with so many drafts each, and for
+        the row after these, which the device looks up at the end of the last. count 0: the step makes no token of it."""
         rows = text.rows + text.ahead + tokens
         if count:
-            rows = min(rows + min(count, text.left), text.most_rows)
+            rows = min(rows + min(count, text.left) * (1 + drafts), text.most_rows)
         return max(0, self.pool.pages_for(rows) - len(text.pages))
 
 

@@ -21,6 +21,7 @@ from vkback.models.builder import CacheTypes, Paging
 from vkback.models.registry import Model
 from vkback.ops.sampling.chain import CHAIN_WORDS
 from vkback.ops.sampling.dry import dry_words
+from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
@@ -47,6 +48,7 @@ class Kind:
     chained    some have chains of samplers
     masked     some take tokens out
     logits     the host gets them
+    drafts     some have drafts
     """
 
     greedy: bool = True
@@ -55,6 +57,7 @@ class Kind:
     logits: bool = False
     dry: bool = False
     chained: bool = False
+    drafts: bool = False
 
     def __or__(self, other: Kind) -> Kind:
         """What serves both."""
@@ -64,6 +67,7 @@ class Kind:
     def __str__(self) -> str:
         said = "greedy" if self.greedy else "sample"
         others = {"penalties": self.penalties, "mask": self.masked, "logits": self.logits, "dry": self.dry, "chain": self.chained}
+        others["drafts"] = self.drafts
         return ", ".join([said, *(name for name, there in others.items() if there)])
 
 
@@ -87,24 +91,36 @@ def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging
             dry = Tensor("dry", "I32", (paging.n_slots, dry_words(vocab)), "input")
             graph.add("DRY_COLUMNS", (logits, seen, loops, pos, dry, slots, draws), (logits, dry))
     chains = (Tensor("chains", "F32", (paging.n_slots, CHAIN_WORDS), "input"),) if kind.chained and not kind.greedy else ()
-    inputs = (logits, loops, tokens, pos, rows, slots, draws, pages, *chains)
-    outputs = (loops, tokens, pos, rows, *chains)
-    graph.add("SAMPLE_COLUMNS", inputs, outputs, capacity=RING, page=paging.page, greedy=kind.greedy)
+    state, given, how = (loops, tokens, pos, rows), (slots, draws, pages), {"capacity": RING, "page": paging.page}
+    if not kind.drafts:
+        graph.add("SAMPLE_COLUMNS", (logits, *state, *given, *chains), (*state, *chains), **how, greedy=kind.greedy)
+        return graph
+    texts = Tensor("texts", "I32", (paging.n_slots, n_ctx), "input")
+    draft = Tensor("draft", "I32", (paging.n_slots, DRAFT_WORDS), "input")
+    graph.add("LOOKUP_COLUMNS", (texts, draft, *state, *given), (texts, draft, tokens, pos, rows), **how)
+    graph.nodes.insert(0, graph.nodes.pop())
+    graph.add("SAMPLE_DRAFTS_COLUMNS", (logits, *state, *given, draft, *chains), (*state, draft, *chains), **how, greedy=kind.greedy)
     return graph
 
 
 @dataclass
 class Flight:
-    """A submit: its ticket, and where its results are. logits: F32 [columns, n_vocab] of the last step, where the kind has them."""
+    """A submit: its ticket, and where its results are. logits: F32 [columns, n_vocab] of the last step, where the kind has them. draft: the
+    words of `draft` after it, where the kind has drafts."""
 
     ticket: Ticket
     back: Readback
     columns: int
     logits: BufferRange | None = None
+    draft: BufferRange | None = None
 
     def loops(self, n_slots: int) -> npt.NDArray[np.int32]:
         """Loops of all sequences after the submit: [n_slots, LOOP_WORDS]."""
         return np.array(self.back.result.map().view(np.int32)[: n_slots * LOOP_WORDS]).reshape(n_slots, LOOP_WORDS)
+
+    def drafts(self) -> npt.NDArray[np.int32] | None:
+        """The words of `draft` after the submit, [n_slots, 96]; None where there were no drafts."""
+        return None if self.draft is None else np.array(self.draft.map().view(np.int32)).reshape(-1, DRAFT_WORDS)
 
 
 class StepPrograms:
@@ -121,6 +137,8 @@ class StepPrograms:
         self._logits: tuple[Arena, BufferRange] | None = None
         self._penalties: tuple[Arena, dict[str, BufferRange]] | None = None
         self._others: dict[str, tuple[Arena, BufferRange]] = {}
+        self._drafts: tuple[Arena, dict[str, BufferRange]] | None = None
+        self._draft_backs: tuple[Arena, list[BufferRange]] | None = None
         size = 4 * self.paging.n_slots * LOOP_WORDS
         self._back_arena = engine.device.arena("read-back of a batch", (IN_FLIGHT + 1) * (aligned(size) + aligned(4)), "readback")
         self._backs = [
@@ -165,12 +183,13 @@ class StepPrograms:
         """So many steps, after the edits."""
         commands = self._recorded(columns, kind, steps)[self._next]
         back = self._backs[self._next]
+        draft = self._draft_backs[1][self._next] if kind.drafts and self._draft_backs is not None else None
         self._next = (self._next + 1) % len(self._backs)
         before = self._edits.commands(edits)
         ticket = self._engine.device.submit([*(b.commands for b in before), commands])
         for b in before:
             b.ticket = ticket
-        return Flight(ticket, back, columns, self._logits[1] if kind.logits and self._logits else None)
+        return Flight(ticket, back, columns, self._logits[1] if kind.logits and self._logits else None, draft)
 
     def penalty_inputs(self) -> dict[str, BufferRange]:
         """Memory of bias [n_slots, vocab], seen [n_slots, ...] and mask [n_slots, ...], taken when it is first used."""
@@ -194,6 +213,19 @@ class StepPrograms:
             self._engine.device.upload(self._others[name][1], words)
         return self._others[name][1]
 
+    def draft_inputs(self) -> dict[str, BufferRange]:
+        """Memory of `texts` [n_slots, n_ctx] and `draft` [n_slots, 96], taken when it is first used."""
+        if self._drafts is None:
+            slots, rows = self.paging.n_slots, self.paging.page * self.paging.max_pages
+            sizes = {"texts": 4 * slots * rows, "draft": 4 * slots * DRAFT_WORDS}
+            arena = self._engine.device.arena("drafts of a batch", sum(map(aligned, sizes.values())), "device")
+            ranges = {name: arena.alloc(size, name) for name, size in sizes.items()}
+            self._engine.device.upload(ranges["draft"], np.zeros(slots * DRAFT_WORDS, np.int32))
+            self._drafts = arena, ranges
+            back = self._engine.device.arena("read-back of drafts of a batch", len(self._backs) * aligned(sizes["draft"]), "readback")
+            self._draft_backs = back, [back.alloc(sizes["draft"], "draft") for _ in self._backs]
+        return self._drafts[1]
+
     def _recorded(self, columns: int, kind: Kind, steps: int) -> list[Commands]:
         """One recording for each submit that may be in flight, with a read-back of its own."""
         key = columns, kind, steps
@@ -204,9 +236,13 @@ class StepPrograms:
             if kind.logits and self._logits is not None:
                 found = program.range("result_output")
                 copies.append((found, self._logits[1].slice(0, found.size)))
+            others = [list(copies) for _ in self._backs]
+            if kind.drafts and self._draft_backs is not None:
+                for of_one, memory in zip(others, self._draft_backs[1], strict=True):
+                    of_one.append((self.draft_inputs()["draft"], memory))
             self._recordings[key] = [
-                program.record(f"{columns} columns, {kind}, x{steps}", repeat=steps, copies=[*back.copies(program, loops), *copies])
-                for back in self._backs
+                program.record(f"{columns} columns, {kind}, x{steps}", repeat=steps, copies=[*back.copies(program, loops), *more])
+                for back, more in zip(self._backs, others, strict=True)
             ]
         return self._recordings[key]
 
@@ -222,6 +258,8 @@ class StepPrograms:
                 inputs["dry"] = self.other_input("dry")
             if kind.chained:
                 inputs["chains"] = self.other_input("chains")
+            if kind.drafts:
+                inputs |= self.draft_inputs()
             if kind.logits and self._logits is None:
                 size = aligned(4 * self._state.columns * self._engine.model.hp.n_vocab)
                 arena = self._engine.device.arena("logits of a batch", size, "readback")
@@ -258,7 +296,7 @@ class StepPrograms:
     def close(self) -> None:
         self.forget()
         self._edits.close()
-        for held in (self._logits, self._penalties, *self._others.values()):
+        for held in (self._logits, self._penalties, self._drafts, self._draft_backs, *self._others.values()):
             if held is not None:
                 held[0].destroy()
         self._back_arena.destroy()

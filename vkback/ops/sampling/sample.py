@@ -181,15 +181,17 @@ def pick_dispatches(
     greedy: bool,
     columns: str = "",
     chain: Sequence[Arg] = (),
+    noted: bool = False,
 ) -> list[Dispatch]:
     """The dispatches of SAMPLE; columns "COLUMNS": of SAMPLE_COLUMNS, for each row of logits; "DRAFTS": the first of SAMPLE_DRAFTS, not
     greedy.
 
     state, loop  bindings and push constants of shaders/sample/loop.glsl
     chain  that of shaders/sample/chain.glsl, where texts may have chains of samplers
+    noted  of columns what is picked is noted alone: the first dispatches of SAMPLE_DRAFTS_COLUMNS, not greedy
     """
     n, vocab = logits.shape
-    extra: Defines = {columns: 1} if columns else {}
+    extra: Defines = {columns: 1, **({"PICKS": 1} if noted else {})} if columns else {}
     if greedy:
         return [argmax_dispatch(node, ctx, logits, state, {"MODE": 1, "LOOP_BIND": 3, **extra}, loop)]
     if vocab > MAX_VOCAB:

@@ -1,0 +1,110 @@
+"""Texts of a batch that run beside others and have drafts in the columns that a step has left: they stay what they are without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny
+
+from vkback.device import Device
+from vkback.engine.batch.batch import Batch, Request
+from vkback.engine.drafts import DraftCounts, Drafts
+from vkback.engine.engine import Engine
+from vkback.engine.sampler import Sampler
+
+N_CTX, PAGE, VOCAB = 256, 16, 331
+
+SAMPLERS = {
+    "greedy": Sampler(),
+    "temperature": Sampler(temp=0.8, top_k=20, seed=3),
+    "min_p": Sampler(temp=0.6, top_k=0, top_p=0.9, min_p=0.02, seed=5),
+    "penalties": Sampler(temp=0.7, repeat_penalty=1.2, penalty_last_n=-1, seed=7),
+}
+PROMPTS = (tuple(range(40, 63)), (5, 6, 7, 5, 6, 8, 5, 6, 7), (100, 101), tuple(range(9, 50)))
+
+
+def requests(drafts: Sequence[Drafts | None], n: int = 150) -> list[Request]:
+    both = zip(PROMPTS, SAMPLERS.values(), drafts, strict=True)
+    return [Request(prompt, n, sampler, stop_at_eos=False, drafts=own) for prompt, sampler, own in both]
+
+
+def made(engine: Engine, asked: Sequence[Request], columns: int = 16) -> tuple[list[list[int]], list[DraftCounts]]:
+    """Texts of one batch, and their drafts. Every step has the same columns, so that bits do not hang on who is in it."""
+    with Batch(engine, sequences=4, page=PAGE, rows=60 * PAGE, pinned=True, max_step_tokens=columns) as batch:
+        ids = [batch.add(request) for request in asked]
+        texts: dict[int, list[int]] = {id: [] for id in ids}
+        counts = dict.fromkeys(ids, DraftCounts())
+        for update in batch.run():
+            texts[update.id] += update.tokens
+            counts[update.id] = update.took.drafts
+        assert batch.counters.drafts == sum(counts.values(), DraftCounts())
+        batch.prefixes.clear()
+        assert batch.pool.free == batch.pool.n_pages
+        return list(texts.values()), list(counts.values())
+
+
+def known(texts: Sequence[Sequence[int]], by: int, every: int = 1) -> list[Drafts]:
+    """Drafts by position: every n-th token is another one by so much, the others are right."""
+    rows = [[*prompt, *((t + by) % VOCAB if i % every == every - 1 else t for i, t in enumerate(text))] for prompt, text in both(texts)]
+    return [Drafts(known=tuple(row)) for row in rows]
+
+
+def both(texts: Sequence[Sequence[int]]) -> zip[tuple[tuple[int, ...], Sequence[int]]]:
+    return zip(PROMPTS, texts, strict=True)
+
+
+ARCHITECTURES: Mapping[str, bool] = {"llama": True, "gpt-oss": True, "qwen35": False}
+"""And whether it takes drafts beside others: recurrent states lie in the batch's slots, which keep one alone."""
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_texts_beside_others_are_the_same_with_any_drafts(arch: str, tmp_path: Path, device: Device) -> None:
+    with Engine.load(tiny(arch, tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
+        texts, counts = made(engine, requests([None] * 4))
+        assert counts == [DraftCounts()] * 4
+        found, counts = made(engine, requests(known(texts, 0)))
+        assert found == texts
+        if not ARCHITECTURES[arch]:
+            assert counts == [DraftCounts()] * 4
+            return
+        assert all(c.drafted == c.accepted > 30 for c in counts[:3]), "right ones are all accepted"
+        assert counts[3] == DraftCounts(), "a text with penalties has none"
+        found, counts = made(engine, requests(known(texts, 1)))
+        assert found == texts and all(c.accepted == 0 < c.drafted for c in counts[:3])
+        found, counts = made(engine, requests(known(texts, 1, every=3)))
+        assert found == texts and all(0 < c.accepted < c.drafted for c in counts[:3])
+
+
+@pytest.mark.vulkan
+def test_drafts_beside_others_are_found_in_each_text(tmp_path: Path, device: Device) -> None:
+    """A greedy text of a tiny model repeats itself."""
+    with Engine.load(tiny("llama", tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
+        asked = requests([Drafts()] * 4)
+        texts, _ = made(engine, [replace(request, drafts=None) for request in asked])
+        found, counts = made(engine, asked)
+        assert found == texts
+        assert counts[0].accepted > 0
+
+
+@pytest.mark.vulkan
+def test_texts_with_drafts_come_go_and_make_room(tmp_path: Path, device: Device) -> None:
+    """Few pages, texts that are cancelled, ends within drafts, a fork: what is left is the same text."""
+    with Engine.load(tiny("llama", tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
+        texts, _ = made(engine, requests([None] * 4))
+        asked = requests(known(texts, 1, every=5))
+        with Batch(engine, sequences=3, page=PAGE, rows=26 * PAGE, pinned=True, max_step_tokens=16, reuse=False) as batch:
+            ids = [batch.add(request) for request in asked]
+            gone = batch.add(replace(asked[0], client="other"))
+            found: dict[int, list[int]] = {id: [] for id in [*ids, gone]}
+            while batch.busy:
+                for update in batch.advance():
+                    found[update.id] += update.tokens
+                if found[gone] and gone in batch.scheduler.texts:
+                    batch.cancel(gone)
+            assert [found[id] for id in ids] == texts
+            assert batch.scheduler.preemptions > 0 and batch.counters.drafts.accepted > 20
+            assert batch.pool.free == batch.pool.n_pages
