@@ -25,7 +25,7 @@ from vkback.shader import CompileError, ShaderLibrary, Variant
 
 def test_chunks_shrink_and_cover_all() -> None:
     lines = [str(i) for i in range(1000)]
-    chunks = list(suite._chunks(lines, 4))
+    chunks = list(suite.chunks(lines, 4))
     assert [line for chunk in chunks for line in chunk] == lines
     assert max(map(len, chunks)) == 100
     assert len(chunks[-1]) == 1

@@ -44,6 +44,7 @@ LAYERS = {
     "api": 13,
     "autotune": 13,
     "server": 14,
+    "cluster": 14,
     "cli": 15,
     "__main__": 16,
 }

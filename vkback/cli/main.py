@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": ("profile:profile", "Time every kernel of a prompt and of the tokens behind it."),
     "tune": ("tune:tune", "Search kernel shapes and write this device's own table."),
     "test-ops": ("test_ops:test_ops", "Judge ops by their references, or time them."),
+    "worker": ("worker:worker", "Give this machine's devices to a Dask scheduler's work."),
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
     "pull": ("pull:pull", "Fetch a model of a Hugging Face repository."),

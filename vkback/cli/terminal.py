@@ -87,6 +87,10 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else "~" + text[1 - width :]
 
 
+CLEARED = "\r\x1b[2K"
+"""Clears the line of a terminal that the cursor is in."""
+
+
 class StatusLine:
     """One line on stderr that says how far a long work is, rewritten in place and gone at the end; nothing where stderr is no terminal.
     Code that prints below it clears it first."""
@@ -108,7 +112,7 @@ class StatusLine:
 
     def _put(self, text: str) -> None:
         if self._on:
-            print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+            print(f"{CLEARED}{text}", end="", file=sys.stderr, flush=True)
 
 
 def progress_bar(*, share: bool = False, shown: bool = True) -> Progress:

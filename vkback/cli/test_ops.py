@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, OutputError, UsageError, act_of, one_of, output_file, read_text
+from vkback.cli.hosts import DevicesOption, HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
+from vkback.cli.shell import ActOption, OutputError, UsageError, act_of, one_of, output_file, read_text
 from vkback.cli.terminal import StatusLine
 from vkback.errors import VkbackError, did_you_mean
 from vkback.paths import reason, unwritable
 from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
+    from vkback.cli.hosts import Where
     from vkback.device import Device
     from vkback.harness.output import About, Printer
     from vkback.harness.result import CaseResult
@@ -48,7 +50,11 @@ def test_ops(
     library: Annotated[
         Path | None, typer.Option("--library", metavar="FILE", help="Judge a backend of ggml, as libggml-vulkan.so, by the same cases.")
     ] = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    scheduler: SchedulerOption = None,
+    hosts: HostsOption = None,
+    workers: WorkersOption = None,
+    journal: JournalOption = None,
     act: ActOption = "auto",
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Other values for every case [default: as its line says].")] = None,
     processes: Annotated[int, typer.Option("-j", min=1, max=256, help="Processes that run cases, each with a device of its own.")] = 1,
@@ -110,6 +116,10 @@ def test_ops(
         print(tables.machine(found, "json") if output == "json" else "\n".join(tables.markdown(cells(found), ("op", "type"))))
         return
     by_op = source is not None
+    where = workers_of(device, scheduler, hosts, workers, journal)
+    if where is not None and (mode == "support" or processes > 1 or smaller):
+        what = "support" if mode == "support" else "-j" if processes > 1 else "--shrink"
+        raise UsageError(f"{what} is of one device; leave out --scheduler, --hosts, --workers and several devices")
     if xfail is not None:
         from vkback.harness.xfail import load
 
@@ -117,9 +127,13 @@ def test_ops(
             raise UsageError(f"--xfail is about cases that are judged: expected mode test or grad, not {mode}")
         load(xfail, "")  # a fault in it is told before the work
     if library is not None:
-        if mode != "test" or processes > 1 or device or act != "auto":
-            raise UsageError("--library judges another program's backend: expected mode test, without -j, --device and --act")
+        if mode != "test" or processes > 1 or device or act != "auto" or where is not None:
+            raise UsageError("--library judges another program's backend: expected mode test, without -j, --device, workers and --act")
         if _run_library(library, cases, output, save_in if smaller else None, verbose, by_op, xfail):
+            raise typer.Exit(1)
+        return
+    if where is not None:
+        if _run_by_workers(where, journal, mode, cases, act, output, notes, store, verbose, by_op, xfail):
             raise typer.Exit(1)
         return
     failed = _run(mode, cases, device, act, processes, output, notes, store, save_in if smaller else None, verbose, by_op, xfail)
@@ -204,6 +218,57 @@ def _run(
             with Suite(opened, library, ctx) as suite:
                 _shrink(suite, printer.tally.failed, save_in)
         return bool(printer.tally.failed)
+
+
+def _run_by_workers(
+    where: Where,
+    journal: Path | None,
+    mode: str,
+    cases: Sequence[Case],
+    act: str,
+    output: str,
+    notes: Callable[[CaseResult], str],
+    store: Path | None,
+    verbose: bool,
+    by_op: bool,
+    xfail: Path | None,
+) -> bool:
+    """Run by workers, print, and say whether a case failed that is not listed in xfail."""
+    from vkback.cli.test_ops_hosts import run
+    from vkback.harness.output import fields_of, op_table, spent_lines
+
+    begun = time.perf_counter()
+    with ExitStack() as stack:
+        kept = None
+        if store is not None:
+            from vkback.report.store import Store
+
+            kept = stack.enter_context(Store(store))
+
+        def keep(result: CaseResult, about: About) -> None:
+            if kept is not None and result.supported:
+                kept.add_op(fields_of(result, about), result.samples_us or ())
+
+        def expecting(result: CaseResult, driver: str) -> CaseResult:
+            return next(iter(_expecting([result], xfail, driver)))
+
+        printer, ran = run(
+            where,
+            [case.line for case in cases],
+            mode,
+            act,
+            journal,
+            lambda about: _printer_of(output, about, verbose, notes),
+            expecting,
+            keep,
+            headings=output == "console",
+        )
+    if mode in ("test", "grad") or printer.tally.failed or output != "console":
+        printer.finish()
+    if by_op and mode in ("test", "grad"):
+        text = [*op_table(ran), "", *spent_lines(ran, time.perf_counter() - begun)]
+        print("\n" + "\n".join(text).rstrip(), file=sys.stdout if output == "console" else sys.stderr)
+    return bool(printer.tally.failed)
 
 
 def _expecting(results: Iterable[CaseResult], xfail: Path | None, driver: str) -> Iterable[CaseResult]:

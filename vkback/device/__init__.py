@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         OutOfDeviceMemory,
         Timeout,
     )
-    from vkback.device.instance import ValidationMessage, list_devices, selectors
+    from vkback.device.instance import ValidationMessage, devices_for, list_devices, selectors
     from vkback.device.kernel import Kernel, KernelSpec
     from vkback.device.memory import Arena, BufferRange, HostPages
     from vkback.device.queue import Gate, Ticket
@@ -59,6 +59,7 @@ __all__ = [
     "Uploader",
     "ValidationMessage",
     "alive_objects",
+    "devices_for",
     "inspect",
     "list_devices",
     "profile_ids",
@@ -72,7 +73,7 @@ _PLACES = {
         "device": "Device",
         "driver": "alive_objects",
         "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OtherProcess OutOfDeviceMemory Timeout",
-        "instance": "ValidationMessage list_devices selectors",
+        "instance": "ValidationMessage devices_for list_devices selectors",
         "kernel": "Kernel KernelSpec",
         "memory": "Arena BufferRange HostPages",
         "queue": "Gate Ticket",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -258,3 +259,13 @@ def list_devices() -> list[Capabilities]:
         return [d.caps for d in instance.physical_devices()]
     finally:
         instance.close()
+
+
+def devices_for(selectors: Sequence[str] | None) -> list[tuple[int, Capabilities]]:
+    """Index and capabilities of the devices that selectors mean, as `select` reads them, in their order. None: all GPUs; without one,
+    what `select` takes without a selector. Raises what that raises."""
+    with closing(Instance(False)) as instance:
+        devices = instance.physical_devices()
+        gpus = [d for d in devices if not d.caps.software] if selectors is None and not os.environ.get("VKBACK_DEVICE") else []
+        found = gpus or [select(devices, each) for each in selectors or (None,)]
+        return [(next(i for i, d in enumerate(devices) if d is each), each.caps) for each in found]

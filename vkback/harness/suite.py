@@ -253,7 +253,7 @@ def run_in_processes(
     A process that dies, or loses its device, makes its cases fail and ends the run. Where the iterator is closed early the processes end,
     whatever they do; Ctrl-C reaches this process alone.
     """
-    chunks = list(_chunks(lines, processes))
+    pieces = list(chunks(lines, processes))
     # Processes share the cores: each compiles on its part, and multiplies on one.
     threads = max(1, (os.cpu_count() or 1) // processes)
     spawn = multiprocessing.get_context("spawn")
@@ -268,8 +268,8 @@ def run_in_processes(
         try:
             # The terminal sends Ctrl-C to the whole process group: workers ignore it, and end when their pipe to this process does.
             with blocked_interrupts():
-                futures = [pool.submit(work, chunk) for chunk in chunks]
-            for i, (chunk, future) in enumerate(zip(chunks, futures, strict=True)):
+                futures = [pool.submit(work, chunk) for chunk in pieces]
+            for i, (chunk, future) in enumerate(zip(pieces, futures, strict=True)):
                 try:
                     yield from future.result()
                 except (BrokenProcessPool, DeviceLost) as e:
@@ -298,7 +298,7 @@ def blocked_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _chunks(lines: Sequence[str], processes: int) -> Iterator[Sequence[str]]:
+def chunks(lines: Sequence[str], processes: int) -> Iterator[Sequence[str]]:
     """Runs of at most CHUNK lines, shrinking to what is left for each process."""
     start = 0
     while start < len(lines):

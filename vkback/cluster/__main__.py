@@ -1,0 +1,10 @@
+"""`python -m vkback.cluster SCHEDULER DEVICE NAME`: one worker, as vkback/cluster/launch.py starts it."""
+
+from __future__ import annotations
+
+import sys
+
+from vkback.cluster.worker import serve
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:4])
