@@ -114,7 +114,7 @@ measured = "by hand"
 
 @pytest.mark.vulkan
 def test_rows_of_prompts_stand_beside_those_of_generation(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
-    own, tunable = DeviceTable(device, library, tmp_path), PromptAttention(device, library, planned_for(H200))
+    own, tunable = DeviceTable(device.caps, library, tmp_path), PromptAttention(device, library, planned_for(H200))
     own.path.write_text(GENERATION)
     newer, other = result(512, MATRIX._replace(tile_kv=32)), result(512, DECODE, heads=64, before=MATRIX)
     for found in (result(512, MATRIX), result(20, MATRIX), newer, other):
@@ -141,7 +141,7 @@ def test_every_kernel_of_the_device_is_tried_and_right(
     clock(lambda point: {"decode": 9.0, "plain": 10.0, "matrix": 11.0}[point.kernel])
     told: list[str] = []
     watcher = Watcher(point=lambda task, point, text: told.append(f"{point.kernel} {text}"))
-    sweep = Sweep(PromptAttention(device, library, ctx), DeviceTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
+    sweep = Sweep(PromptAttention(device, library, ctx), DeviceTable(device.caps, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
     (found,) = sweep.run([PromptTask(40, 4, 2, 64, 9, 0, True)])
     assert not found.wrong and found.after.kernel == "decode" and found.kept
     right = {text.split()[0] for text in told if text.endswith(" us")}

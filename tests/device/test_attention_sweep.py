@@ -116,7 +116,7 @@ def tokens(device: Device, library: ShaderLibrary, ctx: LowerContext) -> Iterato
 
 @pytest.fixture
 def own(device: Device, library: ShaderLibrary, tmp_path: Path) -> DeviceTable:
-    return DeviceTable(device, library, tmp_path)
+    return DeviceTable(device.caps, library, tmp_path)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(
     assert not own.journal.finished(key)
     clock(lambda p: 100.0)
     told: list[str] = []
-    again = DeviceTable(tokens.device, tokens.library, own.path.parent)
+    again = DeviceTable(tokens.device.caps, tokens.library, own.path.parent)
     _, (found,) = tuned(tokens, ctx, again, told)
     assert not found.kept and "refused: the last run ended while trying it" in told
     assert again.journal.finished(key) and again.journal.results("attention")[key]["tried"] == 1

@@ -76,7 +76,7 @@ def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
 
 @pytest.mark.vulkan
 def test_rows_name_tokens_and_heads_and_the_parameters_of_their_kernel(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
-    own, tunable = DeviceTable(device, library, tmp_path), DeltaNets(device, library, planned_for(H200))
+    own, tunable = DeviceTable(device.caps, library, tmp_path), DeltaNets(device, library, planned_for(H200))
     own.path.write_text('[[delta_net]]\nn = 1\nset = { lanes = 4 }\nmeasured = "by hand"\n')
     for n, after in ((512, CHUNKS._replace(rows=16)), (64, SCAN), (512, CHUNKS._replace(rows=8))):
         own.keep(tunable, tune_result(DeltaTask(n, TASK.heads), SCAN if after != SCAN else CHUNKS, after))
@@ -101,7 +101,7 @@ def test_both_kernels_are_tried_and_right(
     clock(lambda point: 9.0 if point.kernel == "chunks" and point.chunk == 16 else 10.0)
     told: list[str] = []
     watcher = Watcher(point=lambda task, point, text: told.append(f"{point.kernel} {text}"))
-    sweep = Sweep(DeltaNets(device, library, ctx), DeviceTable(device, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
+    sweep = Sweep(DeltaNets(device, library, ctx), DeviceTable(device.caps, library, tmp_path), 1.0, budget_s=100.0, watcher=watcher)
     (found,) = sweep.run([DeltaTask(40, Heads(4, 16, 16, 2))])
     assert not found.wrong and found.after == DeltaPoint("chunks", 16, chunk=16, tokens=1) and found.kept
     assert {text.split()[0] for text in told if text.endswith(" us")} == {"scan", "chunks"}

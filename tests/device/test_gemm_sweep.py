@@ -257,7 +257,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def swept(
     device: Device, library: ShaderLibrary, folder: Path, problems: list[LinearProblem], *, told: list[str] | None = None
 ) -> tuple[Sweep[GemmTask, GemmPoint], list[TuneResult[GemmPoint]]]:
-    own = DeviceTable(device, library, folder)
+    own = DeviceTable(device.caps, library, folder)
     ctx = LowerContext(device.caps, own.tables(), fragments=fragments_hold(device, library))
     tasks, said = tasks_for([(p, 1) for p in problems], ctx)
     assert not said

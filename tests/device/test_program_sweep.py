@@ -122,7 +122,7 @@ class Runs:
     def sweep(self, library: ShaderLibrary) -> Sweep[Task, Point]:
         watcher = Watcher(point=lambda task, point, said: self.said.update({point: said}))
         model = Model.open(builtin_model("demo-dense"))
-        own = DeviceTable(self.device, library, self.folder)
+        own = DeviceTable(self.device.caps, library, self.folder)
         ctx = LowerContext(self.device.caps, own.tables())
         tunable = ProgramGemvs(partial(Tokens, model, self.device, library, ctx), ctx)
         return Sweep(tunable, own, 1.0, budget_s=0.1, watcher=watcher)

@@ -302,7 +302,7 @@ def test_the_quicker_path_wins_where_both_were_tuned() -> None:
 def sweep_of(
     device: Device, library: ShaderLibrary, folder: Path, *, budget_s: float, watcher: Watcher | None = None
 ) -> Sweep[Task, Point]:
-    own = DeviceTable(device, library, folder)
+    own = DeviceTable(device.caps, library, folder)
     tunable = ChainGemvs(device, library, LowerContext(device.caps, own.tables()), cold_bytes=1 << 16)
     return Sweep(tunable, own, 1.0, budget_s=budget_s, watcher=watcher)
 
@@ -421,7 +421,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
         run = subprocess.Popen(asked, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
             assert run.stderr is not None
-            own = DeviceTable(device, library, tmp_path)
+            own = DeviceTable(device.caps, library, tmp_path)
             line = next(iter(run.stderr))
             assert line == f"vkback: another run tunes {device.caps.name} and has {own.path}; waiting for its end\n"
             own.journal.finish("of the first", "its key", {"latency": 1.0})
@@ -429,7 +429,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
             run.kill()
             raise
     assert run.wait(120) == 0, run.stderr.read()
-    assert "its key" in DeviceTable(device, library, tmp_path).journal.results("of the first")
+    assert "its key" in DeviceTable(device.caps, library, tmp_path).journal.results("of the first")
 
 
 def test_axes_follow_the_device() -> None:

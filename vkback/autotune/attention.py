@@ -158,7 +158,8 @@ class Attention(InProgram):
         super().__init__(tokens)
         self.ctx = ctx
 
-    def point(self, values: Iterable[Any]) -> AttentionPoint:
+    @classmethod
+    def point(cls, values: Iterable[Any]) -> AttentionPoint:
         return AttentionPoint(*values)
 
     def chosen(self, task: AttentionTask) -> Chosen[AttentionPoint]:
@@ -181,7 +182,8 @@ class Attention(InProgram):
 
         return lambda: ProgramTrial(self._tokens, self.ctx, task.line, tables)
 
-    def rows(self, results: Sequence[TuneResult[AttentionPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
+    @classmethod
+    def rows(cls, results: Sequence[TuneResult[AttentionPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
         """Those the table has, the newest result's in the place of one that matches the same, or did so when tuning gave what it had
         measured of one token to up to DECODE_TOKENS."""
         newest = results[-1]

@@ -226,7 +226,8 @@ class PromptAttention(ChainFamily[PromptPoint]):
     families = ("attention",)
     least = DECODE_TOKENS + 1
 
-    def point(self, values: Iterable[Any]) -> PromptPoint:
+    @classmethod
+    def point(cls, values: Iterable[Any]) -> PromptPoint:
         return PromptPoint(*values)
 
     def chosen(self, task: PromptTask) -> Chosen[PromptPoint]:

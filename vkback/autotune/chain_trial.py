@@ -100,10 +100,11 @@ class ChainFamily(Generic[P]):
     def learn(self, tables: Tuning) -> None:
         """Nothing: a chain of launches holds one op."""
 
-    def rows(self, results: Sequence[TuneResult[P]], present: Sequence[Row], card: str) -> list[list[str]]:
+    @classmethod
+    def rows(cls, results: Sequence[TuneResult[P]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone, beside rows that choose no kernel (by hand, or about generation), which stay."""
         stays = [row_lines(r.family, r.match, r.set, r.measured) for r in present if "kernel" not in r.set]
-        return stays + list(rows_by_tokens(self.families[0], results, self.least, card))
+        return stays + list(rows_by_tokens(cls.families[0], results, cls.least, card))
 
 
 def rows_by_tokens(family: str, results: Sequence[TuneResult[P]], least: int, card: str) -> Iterator[list[str]]:

@@ -193,7 +193,8 @@ class DeltaNets(ChainFamily[DeltaPoint]):
     families = ("delta_net",)
     least = MIN_TOKENS
 
-    def point(self, values: Iterable[Any]) -> DeltaPoint:
+    @classmethod
+    def point(cls, values: Iterable[Any]) -> DeltaPoint:
         return DeltaPoint(*values)
 
     def chosen(self, task: DeltaTask) -> Chosen[DeltaPoint]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from vkback.autotune.journal import Journal, kernel_identity
 from vkback.autotune.search import SweepError
-from vkback.autotune.tunable import S, Tunable, TuneResult
-from vkback.device import Capabilities, Device
+from vkback.autotune.tunable import RowMaker, S, TuneResult
+from vkback.device import Capabilities
 from vkback.paths import exclusive, reason, tuning_root, write_atomic
 from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, device_table
@@ -44,8 +44,7 @@ class DeviceTable:
     driver  as rows name it, by default the device's
     """
 
-    def __init__(self, device: Device, library: ShaderLibrary, folder: Path, driver: str = "") -> None:
-        caps = device.caps
+    def __init__(self, caps: Capabilities, library: ShaderLibrary, folder: Path, driver: str = "") -> None:
         self._caps, self._folder = caps, folder
         self.driver = driver or f"{caps.driver_name} {caps.driver_info}".strip()
         self.path = folder / device_table(caps)
@@ -61,7 +60,7 @@ class DeviceTable:
         """The tables that come with vkback, this one before them."""
         return Tuning.for_device(self._caps, tuning_root(), user=self._folder)
 
-    def keep(self, tunable: Tunable[Any, S], result: TuneResult[S]) -> None:
+    def keep(self, tunable: RowMaker[S], result: TuneResult[S]) -> None:
         """Write down what a task came to, in the journal and in the table. The table is checked as any table before it takes the old
         one's place; rows of other families stay as they are.
 

@@ -18,8 +18,10 @@ from functools import partial
 from typing import Any, Generic
 
 from vkback.autotune.device_table import DeviceTable
+from vkback.autotune.journal import Notes
 from vkback.autotune.search import Search, SweepError, duel, noise
 from vkback.autotune.tunable import J, S, Trial, Tunable, TuneResult
+from vkback.timing.launches import Measurement
 
 
 @dataclass
@@ -61,9 +63,12 @@ class Sweep(Generic[J, S]):
         """Tune each task and write the table after each, until the budget is spent; the first is done in any case. A task whose present
         kernel is wrong is left with a text in `faults`.
 
-        resume  pass over the tasks that the journal has a result for
+        resume  pass over the tasks that the journal has a result for, and the points of others that it has a time for
         """
         todo = [j for j in tasks if not (resume and self.own.journal.finished(j.key))]
+        if not resume:
+            for task in todo:
+                self.own.journal.forget(task.key)
         if not todo:
             return []
         with self.tunable.opened():
@@ -104,51 +109,74 @@ class Sweep(Generic[J, S]):
         return [result]
 
     def _tune(self, task: J, open_trial: Callable[[], Trial[S]], deadline: float) -> TuneResult[S]:
-        tunable, share = self.tunable, self.tunable.relative_noise
-        chosen = tunable.chosen(task)
-        before, present = chosen.incumbent, chosen.present
+        return tune_task(self.tunable, task, open_trial, deadline, self.own.journal, self.read_rate, partial(self.watcher.point, task))
 
-        def refusal(point: S) -> str:
-            by_tables = point in (before, present)
-            return tunable.refusal(task, point, chosen=by_tables) or self.own.journal.refusal(task.key, point)
 
-        with open_trial() as trial:
-            search = Search(
-                trial,
-                refusal,
-                partial(self.watcher.point, task),
-                deadline,
-                tunable.ctx.caps.software,
-                partial(self.own.journal.trying, task.key),
-            )
-            # Start from what the tables choose and from points that won elsewhere, then search their neighbours.
-            search.begin(tunable.starts(task), before, f"{task.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
-            search.hill_climb(tunable.neighbours)
-            # The search measures each point briefly; a duel with more repetitions decides.
-            challengers = [p for p in (present, *search.best(2)) if p in search.measured]
-            after, measured = duel(trial, before, challengers, share)
-            # Latency decides; throughput is measured of the two finalists alone, for the report.
-            throughput = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
-            nbytes = trial.nbytes(after)
-            timed = {**search.measured, **measured}  # the duel's figures are of more repetitions
-        return TuneResult(
-            key=task.key,
-            line=task.line,
-            match=task.match,
-            sizes=task.sizes,
-            before=before,
-            source=chosen.source,
-            latency_before=measured[before].us,
-            throughput_before=throughput[before],
-            after=after,
-            latency=measured[after].us,
-            throughput=throughput[after],
-            noise=noise(measured[after], measured[before], share),
-            nbytes=nbytes,
-            read_rate=self.read_rate,
-            tried=len(search.measured),
-            refused=len(search.refused),
-            date=date.today().isoformat(),
-            wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
-            timed=tuple((tuple(p), m.us, m.spread_us) for p, m in timed.items()),
+def tune_task(
+    tunable: Tunable[J, S],
+    task: J,
+    open_trial: Callable[[], Trial[S]],
+    deadline: float,
+    notes: Notes,
+    read_rate: float,
+    told: Callable[[S, str], None],
+) -> TuneResult[S]:
+    """Search and duel for one task.
+
+    open_trial  of `tunable.prepare`
+    deadline    of the search, in seconds of time.monotonic()
+    notes       what is known of its points already, and where new ones go
+    read_rate   of the device, GB/s
+    told        called with every point and what became of it
+    Raises SweepError where the present kernel gives no right result.
+    """
+    share = tunable.relative_noise
+    chosen = tunable.chosen(task)
+    before, present = chosen.incumbent, chosen.present
+
+    def refusal(point: S) -> str:
+        by_tables = point in (before, present)
+        return tunable.refusal(task, point, chosen=by_tables) or notes.refusal(task.key, point)
+
+    with open_trial() as trial:
+        search = Search(
+            trial,
+            refusal,
+            told,
+            deadline,
+            tunable.ctx.caps.software,
+            partial(notes.trying, task.key),
+            lambda point, m: notes.measured(task.key, point, m.us, m.spread_us),
+            {tunable.point(at): Measurement(*known) for at, known in notes.known(task.key).items()},
         )
+        # Start from what the tables choose and from points that won elsewhere, then search their neighbours.
+        search.begin(tunable.starts(task), before, f"{task.line}: the kernel that the tables choose ({chosen.source}: {before.text})")
+        search.hill_climb(tunable.neighbours)
+        # The search measures each point briefly; a duel with more repetitions decides.
+        challengers = [p for p in (present, *search.best(2)) if p in search.measured]
+        after, measured = duel(trial, before, challengers, share)
+        # Latency decides; throughput is measured of the two finalists alone, for the report.
+        throughput = {p: trial.throughput(p) for p in dict.fromkeys((before, after))}
+        nbytes = trial.nbytes(after)
+        timed = {**search.measured, **measured}  # the duel's figures are of more repetitions
+    return TuneResult(
+        key=task.key,
+        line=task.line,
+        match=task.match,
+        sizes=task.sizes,
+        before=before,
+        source=chosen.source,
+        latency_before=measured[before].us,
+        throughput_before=throughput[before],
+        after=after,
+        latency=measured[after].us,
+        throughput=throughput[after],
+        noise=noise(measured[after], measured[before], share),
+        nbytes=nbytes,
+        read_rate=read_rate,
+        tried=len(search.measured),
+        refused=len(search.refused),
+        date=date.today().isoformat(),
+        wrong=tuple(f"{p.text}: {why}" for p, why in search.wrong.items()),
+        timed=tuple((tuple(p), m.us, m.spread_us) for p, m in timed.items()),
+    )

@@ -178,7 +178,8 @@ class Gemms:
             self._bench[1].__exit__()
             self._bench = None
 
-    def point(self, values: Iterable[Any]) -> GemmPoint:
+    @classmethod
+    def point(cls, values: Iterable[Any]) -> GemmPoint:
         return GemmPoint(*values)
 
     def chosen(self, task: GemmTask) -> Chosen[GemmPoint]:
@@ -220,6 +221,7 @@ class Gemms:
     def learn(self, tables: Tuning) -> None:
         """Nothing: a chain of launches holds one product, which rows about others do not change."""
 
-    def rows(self, results: Sequence[TuneResult[GemmPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
+    @classmethod
+    def rows(cls, results: Sequence[TuneResult[GemmPoint]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone: the range of a row depends on the sizes measured beside its own."""
         return gemm_rows(results, card)

@@ -29,7 +29,8 @@ class Gemvs(ABC):
     def __init__(self, ctx: LowerContext) -> None:
         self.ctx = ctx
 
-    def point(self, values: Iterable[Any]) -> Point:
+    @classmethod
+    def point(cls, values: Iterable[Any]) -> Point:
         return Point(*values)
 
     def chosen(self, task: Task) -> Chosen[Point]:
@@ -62,6 +63,7 @@ class Gemvs(ABC):
     def refusal(self, task: Task, point: Point, *, chosen: bool) -> str:
         return refusal(point, task, task.context(self.ctx), chosen=chosen)
 
-    def rows(self, results: Sequence[TuneResult[Point]], present: Sequence[Row], card: str) -> list[list[str]]:
+    @classmethod
+    def rows(cls, results: Sequence[TuneResult[Point]], present: Sequence[Row], card: str) -> list[list[str]]:
         """From the journal alone: the range of a row depends on the sizes measured beside its own."""
         return gemv_rows(results, card)

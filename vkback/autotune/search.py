@@ -59,6 +59,7 @@ class Search(Generic[P]):
     deadline  in seconds of time.monotonic(); the first points are tried in any case
     software  the device is the CPU: it compiles few points at a time, and none while others are timed
     trying    context around the trial of a point; an exception that leaves it ends the search
+    found     called with every point that is right, and its time
     measured  points with right results; refused and wrong: the others, and why
     """
 
@@ -68,6 +69,7 @@ class Search(Generic[P]):
     deadline: float
     software: bool
     trying: Callable[[P], AbstractContextManager[None]] = lambda point: nullcontext()
+    found: Callable[[P, Measurement], None] = lambda point, measurement: None
     measured: dict[P, Measurement] = field(default_factory=dict)
     refused: dict[P, str] = field(default_factory=dict)
     wrong: dict[P, str] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class Search(Generic[P]):
             self.told(point, f"WRONG RESULT: {why}")
         else:
             self.measured[point] = self.trial.measure(point, 1)
+            self.found(point, self.measured[point])
             self.told(point, f"{self.measured[point].us:.2f} us")
 
 

@@ -148,17 +148,12 @@ def results_table(results: Sequence[TuneResult[S]]) -> pd.DataFrame:
     return pd.DataFrame([{**r.match, **r.sizes, "read_share": r.read_share, "result": r} for r in results])
 
 
-class Tunable(Protocol[J_contra, S]):
-    """A family of kernels on a device.
+class RowMaker(Protocol[S]):
+    """What of a family its results need to become rows of a table; a tunable's class will do, without a device.
 
-    ctx             device and tables
     journal         the journal's name for the results
     families        of the rows that `rows` makes
-    relative_noise  differences of a latency below this share of it are noise whatever the spread says
     """
-
-    @property
-    def ctx(self) -> LowerContext: ...
 
     @property
     def journal(self) -> str: ...
@@ -166,14 +161,33 @@ class Tunable(Protocol[J_contra, S]):
     @property
     def families(self) -> tuple[str, ...]: ...
 
+    def point(self, values: Iterable[Any]) -> S:
+        """A setting from its values, as a journal has them."""
+
+    def rows(self, results: Sequence[TuneResult[S]], present: Sequence[Row], card: str) -> list[list[str]]:
+        """Rows for the device's own table, the lines of each.
+
+        results  all that the journal has, newest last
+        present  rows of the families that the table has now
+        card     device and driver, for the evidence
+        """
+
+
+class Tunable(RowMaker[S], Protocol[J_contra, S]):
+    """A family of kernels on a device.
+
+    ctx             device and tables
+    relative_noise  differences of a latency below this share of it are noise whatever the spread says
+    """
+
+    @property
+    def ctx(self) -> LowerContext: ...
+
     @property
     def relative_noise(self) -> float: ...
 
     def opened(self) -> AbstractContextManager[None]:
         """Around all tasks: memory that they share."""
-
-    def point(self, values: Iterable[Any]) -> S:
-        """A setting from its values, as a journal has them."""
 
     def chosen(self, task: J_contra) -> Chosen[S]: ...
 
@@ -190,11 +204,3 @@ class Tunable(Protocol[J_contra, S]):
 
     def learn(self, tables: Tuning) -> None:
         """Told of the tables after each task that changed them."""
-
-    def rows(self, results: Sequence[TuneResult[S]], present: Sequence[Row], card: str) -> list[list[str]]:
-        """Rows for the device's own table, the lines of each.
-
-        results  all that the journal has, newest last
-        present  rows of the families that the table has now
-        card     device and driver, for the evidence
-        """

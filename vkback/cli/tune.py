@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
+from vkback.cli.hosts import DevicesOption, HostsOption, SchedulerOption, Where, WorkersOption, workers_of
+from vkback.cli.shell import JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
 from vkback.cli.tune_families import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, TASKS_OF, Paths, TuneRequest
 from vkback.cli.tune_show import pictures, watched
 
@@ -30,7 +31,10 @@ DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"
 
 
 def tune(
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    scheduler: SchedulerOption = None,
+    hosts: HostsOption = None,
+    workers: WorkersOption = None,
     op: Annotated[str | None, typer.Option(help=f"Family of kernels: {', '.join(OPS)} [default: gemv; with a model all].")] = None,
     quant: Annotated[str | None, typer.Option(help=f"Weight types, with commas [default: {DEFAULT_QUANTS}; gemm: {GEMM_QUANTS}].")] = None,
     shape: Annotated[str, typer.Option(help="Weights as rows x columns, with commas.")] = DEFAULT_SHAPES,
@@ -84,14 +88,17 @@ def tune(
     if op == "gemm" and path != "auto":
         raise UsageError(f"--path {path}: gemm takes the kernels of every path as candidates; leave it out")
     request = TuneRequest(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
+    where = workers_of(device, scheduler, hosts, workers)
+    if where is not None and picture is not None:
+        raise UsageError("--picture is of one device; leave out --scheduler, --hosts, --workers and several devices")
     run = _Run(device, budget, resume, verbose)
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):
             told: dict[str, Any] = {}
-            wrong = _tune(ops, request, run, picture, told)
+            wrong = _tune_where(where, ops, request, run, picture, told)
         print(json.dumps(told, indent=1))
     else:
-        wrong = _tune(ops, request, run, picture)
+        wrong = _tune_where(where, ops, request, run, picture)
     if wrong:
         raise typer.Exit(1)
 
@@ -126,6 +133,17 @@ class _Run:
     verbose: bool
 
 
+def _tune_where(
+    where: Where | None, ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | None, told: dict[str, Any] | None = None
+) -> bool:
+    """Tune by workers, or here."""
+    if where is None:
+        return _tune(ops, request, run, picture, told)
+    from vkback.cli.tune_hosts import tune_by_workers
+
+    return tune_by_workers(where, ops, request, run.budget_s, run.resume, run.verbose, told)
+
+
 def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | None, told: dict[str, Any] | None = None) -> bool:
     """Tune families one after the other, each with the share of the budget that it has of the tasks. Whether any kernel was wrong. told:
     gets what came of it as plain values."""
@@ -145,7 +163,7 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
             raise UsageError(f"nothing to tune on {opened.caps.name}: --path {request.paths} leaves no kernel, or all was passed over")
         # Two runs would measure each other, and the second would overwrite the first one's rows.
         stack.enter_context(table_lock(opened.caps, user_tuning_root(), _waits))
-        own, rate = DeviceTable(opened, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
+        own, rate = DeviceTable(opened.caps, ShaderLibrary(), user_tuning_root()), measured_read_rate(opened)
         counts = "; ".join(f"{len(family.tasks)} {family.noun}{family.about}" for family in families)
         print(f"read rate {rate:.1f} GB/s; {counts}, {run.budget_s:.0f} s", flush=True)
         results: list[Sequence[TuneResult[Any]]] = []

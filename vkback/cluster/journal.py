@@ -32,6 +32,8 @@ class UnitJournal:
             raise ClusterError(f"[hosts] --journal {path} is of another run: {json.dumps(events[0])}; expected {json.dumps(self._head)}")
         if not events:
             self._append(self._head)
+        elif not path.read_bytes().endswith(b"\n"):
+            self._write("\n")  # behind a line that was cut short
         for event in events[1:]:
             self._take(event)
 
@@ -65,9 +67,12 @@ class UnitJournal:
             self._append(event)
 
     def _append(self, event: Mapping[str, Any]) -> None:
+        self._write(json.dumps(event) + "\n")
+
+    def _write(self, text: str) -> None:
         assert self.path is not None
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+                file.write(text)
         except OSError as e:
             raise ClusterError(f"[hosts] --journal {self.path} cannot be written: {reason(e)}") from e
