@@ -145,6 +145,7 @@ def test_a_killed_worker_loses_no_case(tmp_path: Path) -> None:
     assert f"{len(lines_of_ops())}/" in said.replace(" tests passed", "/")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vulkan
 def test_a_killed_scheduler_loses_no_case(tmp_path: Path) -> None:
     journal = tmp_path / "j"
@@ -171,8 +172,9 @@ def test_a_killed_scheduler_loses_no_case(tmp_path: Path) -> None:
     assert sorted(keys(journal)) == sorted(lines_of_ops())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vulkan
-def test_a_run_again_does_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_again_does_what_is_missing(tmp_path: Path) -> None:
     journal = tmp_path / "j"
     wanted = ["test-ops", "-o", "SCALE,SQR", "--workers", "1", "--journal", str(journal)]
     run = started(*wanted)

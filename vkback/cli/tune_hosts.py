@@ -278,7 +278,7 @@ def tune_by_workers(
             count[0] = pull.workers
             return work.so_far
 
-        run_on(where, work, progress, kernels=True)
+        pull = run_on(where, work, progress, kernels=True)
         if not work.listed:
             raise UsageError(f"nothing to tune: --path {request.paths} leaves no kernel, or all was passed over")
         for kind in work.kinds.values():
@@ -287,7 +287,7 @@ def tune_by_workers(
             print(f"{kind.name}: {sum(r.kept for r in kind.results)} of {len(kind.results)} tasks improved; table {kind.own.path}")
         print(f"{time.monotonic() - begun:.0f} s; {work.points} points were timed")
         if told is not None:
-            told["seconds"], told["points"] = time.monotonic() - begun, work.points
+            told["seconds"], told["working_s"], told["points"] = time.monotonic() - begun, pull.working_s, work.points
             told["devices"] = [
                 {
                     "device": kind.name,

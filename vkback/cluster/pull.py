@@ -119,6 +119,9 @@ class Pull:
         self._number = 0
         self._client: Any = None
         self.done = self.failed = 0
+        self.working_s = 0.0
+        """Seconds from the first unit that was handed out to the last that came back."""
+        self._first_at: float | None = None
 
     @property
     def workers(self) -> int:
@@ -249,6 +252,7 @@ class Pull:
                 self._submit(member, kind.left.popleft())
 
     def _submit(self, member: Member, unit: Unit, *, first: bool = False) -> None:
+        self._first_at = self._first_at or time.monotonic()
         self._number += 1
         key = f"vkback-{self._cluster.topic[-8:]}-{self._number}"
         future = self._client.submit(
@@ -302,6 +306,7 @@ class Pull:
         except Exception:  # its worker has gone with the answer
             return
         del self._running[key]
+        self.working_s = time.monotonic() - (self._first_at or time.monotonic())
         if "value" in answer:
             kind = self._kinds[run.member.kind]
             if run.first:
