@@ -125,7 +125,7 @@ class TestOps:
         named = f"{len(lines)} cases from {lines[0]}" if len(lines) > 1 else lines[0]
         return Unit(named, RUN, {"lines": list(lines), "mode": self._mode, "act": self._act})
 
-    def told(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+    def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         """Nothing: cases are short."""
 
     def done(self, member: Member, unit: Unit, value: Any) -> list[Unit]:

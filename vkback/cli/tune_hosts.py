@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LIST, TUNE = "vkback.cli.tune_hosts:list_tasks", "vkback.cli.tune_hosts:tune_one"
 
-MOST_SUSPECTED = 2
+MAX_SUSPECTED = 2
 """Workers that may end while they try a point, before it is not tried again: the first may have been killed for another reason."""
 
 
@@ -227,7 +227,7 @@ class TuneWork:
         args = {**self._args(kind), "family": task["family"], "key": key, "known": known, "suspects": suspects, "budget_s": share}
         return Unit(task["line"], TUNE, args)
 
-    def told(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+    def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         if "key" not in unit.args:
             return
         kind, key = self.kinds[member.kind], unit.args["key"]
@@ -257,7 +257,7 @@ class TuneWork:
         at = kind.trying.pop(key, None)
         if at is not None:
             times = kind.suspected[key, at] = kind.suspected.get((key, at), 0) + 1
-            if times >= MOST_SUSPECTED:
+            if times >= MAX_SUSPECTED:
                 kind.own.journal.suspect(key, at)
         return [self._unit(kind, kind.tasks[key])]
 

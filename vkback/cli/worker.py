@@ -26,8 +26,8 @@ def worker(
     require_distributed()
     where = placed(device_list(device) or ([device] if device is not None else None), workers)
 
-    def told(line: str) -> None:
+    def report(line: str) -> None:
         print(f"vkback worker: {line}", file=sys.stderr, flush=True)
 
-    with Launcher(scheduler, where, told) as launcher:
+    with Launcher(scheduler, where, report) as launcher:
         launcher.watch()

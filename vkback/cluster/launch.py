@@ -22,7 +22,7 @@ from vkback.harness.suite import blocked_interrupts, one_blas_thread
 QUICK_S = 10.0
 """A worker that ends before has not worked."""
 QUICK_ENDS = 4
-"""So often in a row it may, then it is given up."""
+"""So often in a row it may, then it is left alone."""
 END_S = 5.0
 
 
@@ -113,7 +113,7 @@ class Launcher:
                 quick = child.quick + 1 if now - child.begun < QUICK_S and code != LOST_SCHEDULER else 0
                 if quick >= QUICK_ENDS:
                     child.again_at = float("inf")
-                    self._told(f"{child.name}: ended {quick} times at once, exit code {code}; it is given up")
+                    self._told(f"{child.name}: ended {quick} times at once, exit code {code}; it is left alone")
                 else:
                     child.quick, child.again_at = quick, now + min(8.0, 0.5 * 2**quick)
                     self._told(f"{child.name}: {_ended(code)}; it is started again")

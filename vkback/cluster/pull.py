@@ -22,7 +22,7 @@ from vkback.cluster.worker import describe, execute
 LOOK_S = 0.5
 GATHER_S = 20.0
 """How long the first workers wait for others that will come."""
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """Workers that a unit may take with it before it counts as failed."""
 FEW = 3
 """Attempts of a unit that a worker refuses with an error."""
@@ -71,7 +71,7 @@ class Work(Protocol):
     def units(self, member: Member, begun: Any) -> Sequence[Unit]:
         """All units that are left of a kind. begun: what the unit of `begin` came to."""
 
-    def told(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+    def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         """A message of a unit that runs."""
 
     def done(self, member: Member, unit: Unit, value: Any) -> Sequence[Unit]:
@@ -219,7 +219,7 @@ class Pull:
     def _count_loss(self, run: _Running, what: str) -> None:
         losses = self._kinds[run.member.kind].losses
         losses[run.unit.key] = losses.get(run.unit.key, 0) + 1
-        if losses[run.unit.key] >= MOST_LOSSES:
+        if losses[run.unit.key] >= MAX_LOSSES:
             self._said(f"{what}, the {losses[run.unit.key]}rd time: it is left out")
             self._fail(run, f"{losses[run.unit.key]} workers were lost while they ran it")
             return
@@ -274,7 +274,7 @@ class Pull:
         elif what == "message":
             run = self._running.get(event.get("unit"))
             if run is not None:
-                self._work.told(run.member, run.unit, event)
+                self._work.on_message(run.member, run.unit, event)
         else:
             self._end(*event)
 

@@ -23,10 +23,10 @@ class HostWorkers:
         return self._start().__await__()
 
     async def _start(self) -> HostWorkers:
-        def told(line: str) -> None:
+        def report(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
-        self._launcher = self._stack.enter_context(Launcher(self._scheduler, placed(self._devices or None), told))
+        self._launcher = self._stack.enter_context(Launcher(self._scheduler, placed(self._devices or None), report))
         print("vkback worker at this host", file=sys.stderr, flush=True)  # what SSHCluster waits for
         return self
 

@@ -188,7 +188,7 @@ async def _work(scheduler: str, name: str) -> None:
                 scheduler, name=name, nthreads=1, local_directory=folder, memory_limit=0, dashboard=False, dashboard_address=None
             )
             try:
-                await worker
+                await worker.start()
                 break
             except Exception as e:  # whatever a connection raises
                 if not said:
