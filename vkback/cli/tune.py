@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -16,6 +16,7 @@ import typer
 from vkback.cli.hosts import DevicesOption, HostsOption, SchedulerOption, Where, WorkersOption, workers_of
 from vkback.cli.shell import JsonOption, UsageError, measured_read_rate, one_of, output_file, picture_file
 from vkback.cli.tune_families import DEFAULT_QUANTS, GEMM_QUANTS, GEMM_TOKENS, TASKS_OF, Paths, TuneRequest
+from vkback.cli.tune_record import export_spaces, folder_of, record_spaces, show_simulation
 from vkback.cli.tune_show import pictures, watched
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ def tune(
     share: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tune nothing: write device report, journal and table of earlier runs to one file.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Search nothing: time every point of each task and write the spaces, for --simulate.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Tune nothing: write what earlier runs have timed in Kernel Tuner's formats.")
+    ] = None,
+    simulate: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Tune nothing: replay searches on a recorded space, or on those of a folder; may be repeated."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time kernel shapes on this device and write those that beat the tables, beyond the noise, into the device's own table.
@@ -74,6 +85,17 @@ def tune(
     """
     if share is not None:
         _share(device, output_file(share, "--share"))
+        return
+    chosen = [name for name, given in (("--record", record), ("--export", export), ("--simulate", simulate)) if given]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} exclude each other; expected one of them")
+    if simulate:
+        with _as_json(as_json) as found:
+            show_simulation(simulate, found)
+        return
+    if export is not None:
+        with _as_json(as_json) as found:
+            _export(device, folder_of(export, "--export"), found)
         return
     if case is not None and model is not None and op not in OF_MODELS:
         raise UsageError("--case and --model exclude each other")
@@ -89,6 +111,12 @@ def tune(
         raise UsageError(f"--path {path}: gemm takes the kernels of every path as candidates; leave it out")
     request = TuneRequest(case, model, quant, shape, _counts(tokens), paths, ctx, depth)
     where = workers_of(device, scheduler, hosts, workers)
+    if record is not None:
+        if where is not None or picture is not None or resume:
+            raise UsageError("--record is of one device, without --picture; the same command again goes on where it was, without --resume")
+        with _as_json(as_json) as found:
+            _record(device, ops, request, folder_of(record, "--record"), budget, found)
+        return
     if where is not None and picture is not None:
         raise UsageError("--picture is of one device; leave out --scheduler, --hosts, --workers and several devices")
     run = _Run(device, budget, resume, verbose)
@@ -101,6 +129,33 @@ def tune(
         wrong = _tune_where(where, ops, request, run, picture)
     if wrong:
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _as_json(wanted: bool) -> Iterator[dict[str, Any]]:
+    """A dict for what comes of the block. wanted: it is printed as JSON in the end, and all else goes to stderr."""
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield found
+    if wanted:
+        print(json.dumps(found, indent=1))
+
+
+def _record(device: str | None, ops: Sequence[str], request: TuneRequest, folder: Path, budget_s: float, found: dict[str, Any]) -> None:
+    from vkback.autotune.device_table import table_lock
+    from vkback.device import Device
+    from vkback.paths import user_tuning_root
+
+    with Device.open(device) as opened, table_lock(opened.caps, user_tuning_root(), _waits):
+        print(opened.caps.summary_line(), flush=True)
+        record_spaces(opened, _context(opened), ops, request, folder, budget_s, found)
+
+
+def _export(device: str | None, folder: Path, found: dict[str, Any]) -> None:
+    from vkback.device import Device
+
+    with Device.open(device) as opened:
+        export_spaces(opened, folder, found)
 
 
 def _share(device: str | None, file: Path) -> None:
