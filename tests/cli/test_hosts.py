@@ -38,7 +38,7 @@ KIND = ("card", "driver 1", "b")
         ("00000000-0000-0000-0000-000000000001,1", ["00000000-0000-0000-0000-000000000001", "1"]),
     ],
 )
-def test_devices_are_a_list_where_each_is_an_index_or_a_uuid(text: str | None, want: list[str] | None) -> None:
+def test_devices_are_a_list_where_there_are_several(text: str | None, want: list[str] | None) -> None:
     assert device_list(text) == want
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,13 +34,13 @@ JournalOption = Annotated[
     typer.Option("--journal", metavar="FILE", help="With workers: keep what comes back here; the same command again does what is missing."),
 ]
 
-UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
-
 
 def device_list(device: str | None) -> list[str] | None:
-    """Selectors of `0,1`, indices or UUIDs with commas; None for anything else, which is one selector: names have commas, too."""
-    words = [word.strip() for word in (device or "").split(",")]
-    return words if len(words) > 1 and all(word.isdigit() or UUID.fullmatch(word) for word in words) else None
+    """Selectors of several devices, as 0,1; None for one. Without any, VKBACK_DEVICE is read."""
+    from vkback.device import selectors
+
+    found = [str(each) for each in selectors(device) if each is not None]
+    return found if len(found) > 1 else None
 
 
 @dataclass(frozen=True)
