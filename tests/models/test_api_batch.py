@@ -20,7 +20,7 @@ from vkback.api.errors import ContextLengthError
 from vkback.api.options import Options
 from vkback.checks import OptionError
 from vkback.device import Device
-from vkback.engine.constraint import ConstraintError
+from vkback.engine.constraint import Ahead, ConstraintError
 from vkback.engine.engine import Engine, EngineError
 from vkback.paths import builtin_model
 
@@ -200,6 +200,9 @@ class _Ends:
         self._left -= 1
         if not self._left:
             raise ConstraintError("[json] the text cannot go on within its schema")
+
+    def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
+        return Ahead()
 
 
 @pytest.mark.vulkan

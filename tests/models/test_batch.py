@@ -15,6 +15,7 @@ from tiny_models import TINY, tiny_in_whole_units
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
 from vkback.engine.batch.scheduler import MAX_STEPS, ScheduleError
+from vkback.engine.constraint import Ahead
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.sampler import Sampler, SamplerError
 from vkback.models.synth import synthesize
@@ -378,6 +379,9 @@ class Anything:
 
     def take(self, token: int) -> None:
         pass
+
+    def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
+        return Ahead()
 
 
 def tokens_of(updates: Sequence[Update], id: int) -> list[int]:

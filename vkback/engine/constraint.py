@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,23 @@ class ConstraintError(VkbackError):
     """A schema or grammar that cannot be compiled, or a text that cannot go on within it."""
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that may come, and of each the mask after it."""
+
+    tokens: list[int] = field(default_factory=list)
+    masks: list[npt.NDArray[np.int32]] = field(default_factory=list)
+
+
+def only_token(mask: npt.NDArray[np.int32]) -> int:
+    """The one that a mask leaves, -1 where it leaves several."""
+    (words,) = np.nonzero(mask)
+    if len(words) != 1:
+        return -1
+    word = int(mask[words[0]]) & 0xFFFFFFFF
+    return 32 * int(words[0]) + word.bit_length() - 1 if word & (word - 1) == 0 else -1
+
+
 class Constraint(Protocol):
     """What a generation asks before each token, and tells afterwards."""
 
@@ -46,6 +64,9 @@ class Constraint(Protocol):
 
     def take(self, token: int) -> None:
         """This one came."""
+
+    def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
+        """At most so many drafts, and what may come after each: of these tokens, or where one alone may come that one. Changes nothing."""
 
 
 class JsonGrammar:
@@ -195,6 +216,28 @@ class SchemaConstraint:
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._require_sound()
+
+    def ahead(self, tokens: Sequence[int], most: int, *, to_end: bool = True) -> Ahead:
+        """As Constraint. to_end: False: up to where the text is whole."""
+        found, matcher, mask = Ahead(), self._matcher.deep_copy(), self.mask()
+        guessed = list(tokens[:most])
+        while len(found.tokens) < most:
+            at, token = len(found.tokens), only_token(mask)
+            if token < 0:
+                token = guessed[at] if at < len(guessed) else -1
+            elif at < len(guessed) and guessed[at] != token:
+                guessed = guessed[:at]  # what was to follow stood behind another one
+            if token < 0 or not int(mask[token >> 5]) >> (token & 31) & 1:
+                break
+            matcher.consume_token(token)
+            if matcher.is_error() or matcher.is_stopped() or (matcher.is_accepting() and not to_end):
+                break
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self._words]
+            if matcher.is_error():
+                break
+            found.tokens.append(token)
+            found.masks.append(mask)
+        return found
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Device
-from vkback.engine.drafts import DraftCounts, Drafts, StepTimes, steps_at_once
+from vkback.engine.drafts import CLASSES, DraftCounts, Drafts, StepTimes, steps_at_once
 from vkback.engine.plans import Plans
 from vkback.engine.readback import TokenLoop
-from vkback.engine.sampler import PENALIZED, draft_words
+from vkback.engine.sampler import CONSTRAINED, PENALIZED, draft_words
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.ops.sampling.lookup import DRAFT_WORDS, FIRST, FROM_TEXT, KNOWN, LEAST, MATCH, MODE, MODEL, MOST
+from vkback.ops.sampling.penalties import mask_words
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
@@ -35,6 +37,8 @@ class DraftPrograms:
         self._inputs: dict[str, BufferRange] = {}
         self._backs: list[BufferRange] = []
         self._overflows: list[BufferRange] = []
+        self._masks: BufferRange | None = None
+        self._logits: BufferRange | None = None
         self.times: dict[str, StepTimes] = {}
 
     @property
@@ -75,6 +79,37 @@ class DraftPrograms:
         inputs = self.inputs()
         self._device.upload_many([(inputs["text"], words[:end]), (inputs["draft"], draft)])
 
+    def give(self, at: int, tokens: Sequence[int]) -> None:
+        """The next step of a text whose drafts are known, which `begin` has begun, has these behind position `at`."""
+        words = np.full(CLASSES[-1], -1, np.int32)
+        words[: len(tokens)] = tokens
+        words = words[: max(self.before - at - 1, 0)]
+        if len(words):
+            self._device.upload(self.inputs()["text"].slice(4 * (at + 1), words.nbytes), words)
+
+    def give_masks(self, masks: Sequence[npt.NDArray[np.int32]], columns: int) -> None:
+        """Of the first columns of the next step; the others have no draft."""
+        size = mask_words(self._tokens.n_vocab)
+        words = np.full((columns, size), -1, np.int32)
+        for row, mask in zip(words, masks, strict=False):
+            row[:] = mask
+        self._device.upload(self.masks().slice(0, words.nbytes), words.reshape(-1))
+
+    def masks(self) -> BufferRange:
+        """Those of a constraint, one a column, in memory that is taken when it is first used."""
+        if self._masks is None:
+            size = 4 * CLASSES[-1] * mask_words(self._tokens.n_vocab)
+            arena = self._device.arena("masks of drafts", aligned(size), "device")
+            self._arenas.append(arena)
+            self._masks = arena.alloc(size, "masks")
+        return self._masks
+
+    def logits(self, columns: int) -> npt.NDArray[np.float32]:
+        """Those of each column that the last submit copied, [columns, n_vocab]."""
+        assert self._logits is not None
+        vocab = self._tokens.n_vocab
+        return np.array(self._logits.map().view(np.float32)[: columns * vocab]).reshape(columns, vocab)
+
     def program(self, columns: int, kind: str) -> Program:
         key = columns, kind
         if key not in self._programs:
@@ -82,6 +117,9 @@ class DraftPrograms:
             inputs = self._tokens.columns(columns) | self.inputs()
             if PENALIZED in kind:
                 inputs |= self._tokens.penalty_inputs()
+            if CONSTRAINED in kind:
+                masks = self.masks()
+                inputs["masks"] = masks.slice(0, masks.size // CLASSES[-1] * columns)
             if size := overflow_bytes(schedule):
                 self._make_room(size)
             self._programs[key] = self._bind(schedule, inputs)
@@ -97,13 +135,21 @@ class DraftPrograms:
         for memory in self._overflows:
             memory.map()[:] = 0
 
-    def loop(self, columns: int, kind: str, steps: int) -> TokenLoop:
-        """The recording of so many steps."""
-        key = columns, kind, steps
+    def loop(self, columns: int, kind: str, steps: int, *, logits: bool = False) -> TokenLoop:
+        """The recording of so many steps; logits: it copies those of all columns of the last one."""
+        key = columns, f"{kind}, logits" if logits else kind, steps
         if key not in self._loops:
             program = self.program(columns, kind)
             draft = self.inputs()["draft"]
             copies = [[(draft, back)] for back in self._backs]
+            if logits:
+                found = program.range("result_output")
+                if self._logits is None:
+                    size = aligned(4 * CLASSES[-1] * self._tokens.n_vocab)
+                    self._arenas.append(self._device.arena("logits of drafts", size, "readback"))
+                    self._logits = self._arenas[-1].alloc(size, "logits of drafts")
+                for of_one in copies:
+                    of_one.append((found, self._logits.slice(0, found.size)))
             if (overflow := program.overflow) is not None:
                 for of_one, memory in zip(copies, self._overflows, strict=True):
                     of_one.append((overflow, memory.slice(0, overflow.size)))
@@ -139,3 +185,4 @@ class DraftPrograms:
         self._arenas.clear()
         self._inputs = {}
         self._backs, self._overflows = [], []
+        self._masks = self._logits = None

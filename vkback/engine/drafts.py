@@ -32,6 +32,9 @@ ENTRY = 1.1
 """Gain at which drafts begin; they go on down to 1."""
 
 
+KEPT_SHARE = 0.9
+"""Of the weight of a step's drafts when the next one is counted."""
+
 LOSS, LOSS_SHARE = 4.0, 0.01
 """Most that drafts may cost a text: tokens' time, and share of it. What is lost before a text is known to go another way is within."""
 
@@ -162,6 +165,14 @@ class Probe:
         self._end += 1
         self._next = self._next + 1 if hit and self._next >= 0 else self._match()
 
+    def ahead(self, count: int) -> list[int]:
+        """At most so many tokens that may follow."""
+        first, found = self._next, list[int]()
+        period = self._end - first
+        while first > 0 and len(found) < count and (token := int(self._ids[first + len(found) % period])) >= 0:
+            found.append(token)
+        return found
+
     def _match(self) -> int:
         """Where what may come next stands; 0: nowhere."""
         ids, end = self._ids, self._end
@@ -277,6 +288,48 @@ class Pace:
         gains = {c: tokens_per_step(hits, min(c, self._drafts.most + 1)) / times.of[c] for c in self._drafts.classes if c in times.of}
         best = max(gains, key=lambda c: gains[c], default=1)
         return best if best in gains and gains[best] > (1.0 if self._columns > 1 else ENTRY) else 1
+
+
+class HostPace:
+    """Of a text between whose tokens the host is needed: it looks drafts up itself, and a submit is one step.
+
+    times  of steps; None: none were measured, and `wants_drafts` says when they should be
+    """
+
+    def __init__(self, drafts: Drafts, times: StepTimes | None) -> None:
+        self._drafts, self._times = drafts, times
+        self._right, self._tried = 1.0, 1.25  # of the latest drafts; at first most are
+        self._saved, self._made = 0.0, 0
+
+    def take(self, drafts: Sequence[int], made: Sequence[int], columns: int) -> None:
+        """A step with these drafts, or one that had none though these were found, has made these tokens."""
+        right = next((i for i, (a, b) in enumerate(zip(drafts, made, strict=False)) if a != b), min(len(drafts), len(made)))
+        tried = min(right + 1, len(drafts), len(made))
+        self._right, self._tried = KEPT_SHARE * self._right + right, KEPT_SHARE * self._tried + tried
+        self._made += len(made)
+        if columns > 1 and self._times is not None:
+            self._saved += len(made) - self._times.of[columns]
+
+    def columns(self, count: int) -> int:
+        """Of a step for which so many drafts are found."""
+        if self._drafts.pinned:
+            return self._drafts.pinned
+        return self._best(count, self._times) if self._times is not None else 1
+
+    def wants_drafts(self, count: int, left: int) -> bool:
+        """Whether drafts would pay for the first time, with so many tokens to come."""
+        return self._times is None and not self._drafts.pinned and left >= 2 * WINDOW and self._best(count, GUESSED) > 1
+
+    def _best(self, count: int, times: StepTimes) -> int:
+        if not count or count < self._drafts.least or self._saved < -(LOSS + LOSS_SHARE * self._made):
+            return 1
+        share = self._right / self._tried
+        best, gain = 1, ENTRY
+        for c in (c for c in self._drafts.classes if c in times.of):
+            tokens = sum(share**i for i in range(min(count, c - 1) + 1))
+            if tokens / times.of[c] > gain:
+                best, gain = c, tokens / times.of[c]
+        return best
 
 
 class ModelPace(Pace):

@@ -27,11 +27,11 @@ from vkback.device import Arena, BufferRange, Device, DeviceLost, selectors
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
-from vkback.engine.constraint import Constraint
+from vkback.engine.constraint import Ahead, Constraint
 from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftModel, MtpBlock, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
-from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, ModelPace, Pace, Probe, kept_slots
+from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import MtpPlans, Plans
@@ -60,6 +60,7 @@ from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.ops.sampling.lookup import LOOP_LIMIT
+from vkback.ops.sampling.penalties import mask_words
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
@@ -892,8 +893,9 @@ class Engine:
                    token, which changes no token and costs speed
         constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
         token
-        drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits, a
-                   constraint, DRY or a chain of samplers there are none
+        drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits or
+                   a constraint the host looks them up between two steps, and a draft model has no part; with DRY or a chain of samplers there
+                   are none
         Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
@@ -904,11 +906,14 @@ class Engine:
         self.draft_counts = DraftCounts()
         # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
         needs_host = on_logits is not None or constraint is not None
-        drafts = self.possible_drafts(drafts, needs_host or sampler.chained or sampler.dries)
+        if needs_host and drafts is not None and drafts.model:
+            drafts = None if not drafts.pinned else replace(drafts, model=False)
+        drafts = self.possible_drafts(drafts, sampler.chained or sampler.dries)
+        constrained = constraint is not None
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:
-            self.prepare_drafts(first, sampler, drafts)
-        elif drafts is not None and not drafts.model:
+            self.prepare_drafts(first, sampler, drafts, constrained)
+        if drafts is not None and not drafts.model and (needs_host or not drafts.pinned):
             probe = Probe([*self._fed, first], self._earlier if drafts.earlier else ())
         made, drafting, rest = 0, drafts is not None and drafts.model, n
         while made < n:
@@ -927,12 +932,12 @@ class Engine:
                 drafting,
             )
             run.before = self.draft_counts
-            yield from self._submits(run)
+            yield from self._steps_with_host(run) if needs_host and drafts is not None else self._submits(run)
             made, first = made + run.made, run.first
             if run.ended == "timed out":
                 self.use_barriers(TIMED_OUT)
                 if drafts is not None and drafts.pinned:
-                    self.prepare_drafts(first, sampler, drafts)
+                    self.prepare_drafts(first, sampler, drafts, constrained)
             elif run.ended == "overflow":
                 self._no_drafts = "activations are beyond the range of f16 in a step of several tokens"
                 log.warning("going on without drafts: %s", self._no_drafts)
@@ -944,7 +949,7 @@ class Engine:
             elif run.ended == "wants drafts" and drafts is not None:
                 drafting = True
                 if kind not in self._draft_programs.times:
-                    self.prepare_drafts(first, sampler, drafts)
+                    self.prepare_drafts(first, sampler, drafts, constrained)
             else:
                 return
 
@@ -1003,9 +1008,12 @@ class Engine:
             raise DraftError(f"[drafts] {self.model.file.path.name}: has no draft model; expected one by attach_draft_model")
         return None if self._no_drafts or needs_plain_steps else drafts
 
-    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
+    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts, constrained: bool = False) -> None:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
-        kind, programs = loop_kind(sampler), self._draft_programs
+        kind, programs = loop_kind(sampler, constrained), self._draft_programs
+        if constrained:
+            programs.give_masks([], CLASSES[-1])
+            self.device.upload(self._token_programs.inputs["mask"], np.full(mask_words(self.model.hp.n_vocab), -1, np.int32))
         self._catch_up()
         for checkpoint in self._checkpoints:
             checkpoint.save(self.n_past)
@@ -1013,7 +1021,8 @@ class Engine:
         known = replace(drafts, known=(first,) * self.n_ctx, model=False)
 
         def begin(how: Drafts = known) -> None:
-            self._begin_loop(_Run(first, self.n_ctx - self.n_past, sampler, kind, [], drafts=how, drafting=True))
+            run = _Run(first, self.n_ctx - self.n_past, sampler, kind, [], drafts=how, drafting=True, constrained=constrained)
+            self._begin_loop(run)
 
         def run(columns: int, steps: int, model: bool = drafts.model) -> float:
             model = model and columns > 1
@@ -1140,6 +1149,87 @@ class Engine:
             if self.model.architecture.recurrent and (run.made < step or (status == STATUS_RUNNING and run.made < submitted)):
                 self._left = run
 
+    def _steps_with_host(self, run: _Run) -> Generator[int, None, None]:
+        """Tokens of a run between whose steps the host is needed, to its end. It looks drafts up, and gives each drafted place its mask, so
+        that the device verifies them as it does others."""
+        assert run.drafts is not None
+        self._catch_up()
+        self._try_sync()
+        if self._checkpoint is not None:
+            self._checkpoint.save(self.n_past)
+        self._begin_loop(run)
+        tokens, programs, constraint, probe = self._token_programs, self._draft_programs, run.constraint, run.probe
+        times = programs.times.get(run.kind) if run.drafting else None
+        pace, most, wants_logits = HostPace(run.drafts, times), run.drafts.most, run.on_logits is not None
+        step, status = 0, STATUS_RUNNING
+        try:
+            while run.made < run.n:
+                room = min(most, run.n - run.made - 1)
+                ahead = self._looked_up(run, room)
+                if pace.wants_drafts(len(ahead.tokens), run.n - run.made):
+                    run.ended = "wants drafts"
+                    return
+                columns = pace.columns(len(ahead.tokens))
+                if columns > 1:
+                    drafts = ahead.tokens[: columns - 1]
+                    programs.give(self.n_past, drafts)
+                    if constraint is not None:
+                        programs.give_masks([constraint.mask(), *ahead.masks], columns)
+                    loop = programs.loop(columns, run.kind, 1, logits=wants_logits)
+                else:
+                    drafts = ahead.tokens
+                    if constraint is not None:
+                        self.device.upload(tokens.inputs["mask"], constraint.mask())
+                    loop = tokens.loop(run.kind, 1, logits=wants_logits)
+                ticket, number = tokens.submit(loop)
+                ticket.wait()
+                back = tokens.back(number)
+                if back.timed_out:
+                    run.ended = "timed out"
+                    return
+                if columns > 1 and programs.overflowed(number):
+                    run.ended = "overflow"
+                    return
+                if columns > 1:
+                    self.draft_counts = run.before + programs.counts(number)
+                words = back.result.map().view(np.int32)
+                step, status = int(words[0]), int(words[1])
+                ids = [int(words[LOOP_RING + i % RING]) for i in range(run.made, step)]
+                pace.take(drafts, ids, columns)
+                logits = programs.logits(columns) if wants_logits and columns > 1 else None
+                for i, token in enumerate(ids):
+                    if run.on_logits is not None:
+                        run.on_logits(tokens.logits() if logits is None else logits[i])
+                    run.made += 1
+                    self._advance([run.first])
+                    run.first = token
+                    if probe is not None:
+                        probe.take(token)
+                    if constraint is not None:
+                        constraint.take(token)
+                    yield token
+                    if constraint is not None and constraint.ended:
+                        return
+                if status == STATUS_NAN:
+                    raise self._not_numbers("at", self.n_past + 1)
+                if status == STATUS_EOS:
+                    return
+        finally:
+            # Recurrent states cannot go back: note that the device is ahead of what was yielded.
+            if self.model.architecture.recurrent and run.made < step:
+                self._left = run
+
+    def _looked_up(self, run: _Run, most: int) -> Ahead:
+        """Drafts of the next tokens as far as its constraint lets them come."""
+        if run.drafts is not None and run.drafts.known is not None:
+            row = run.drafts.known[self.n_past + 1 :][:most]
+            found = [*row[: next((i for i, t in enumerate(row) if t < 0), len(row))]]
+        else:
+            found = run.probe.ahead(most) if run.probe is not None else []
+        if run.constraint is None:
+            return Ahead(found)
+        return run.constraint.ahead(found, most)
+
     def _begin_loop(self, run: _Run) -> None:
         loop = loop_state(run.sampler, run.eos)
         loop[LOOP_LIMIT] = run.n
@@ -1156,7 +1246,8 @@ class Engine:
         if run.drafts is not None and run.drafts.model and run.drafting and self._draft_model is not None:
             self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1))
         if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
-            self._draft_programs.begin([*self._fed, run.first], run.drafts, self._earlier if run.drafts.earlier else ())
+            drafts = replace(run.drafts, known=(-1,), least=0) if run.needs_host else run.drafts  # the host gives them step by step
+            self._draft_programs.begin([*self._fed, run.first], drafts, self._earlier if run.drafts.earlier else ())
 
     def dry_words(self, sampler: Sampler, n_ctx: int) -> npt.NDArray[np.int32]:
         """What DRY goes by, in a context of so many tokens. Raises SamplerError for breakers that it cannot hold."""

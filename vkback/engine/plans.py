@@ -87,14 +87,16 @@ class Plans:
         return self._schedules[key]
 
     def drafts(self, columns: int, kind: str) -> Schedule:
-        """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`, without constraints. Any
-        thread may call it."""
+        """The schedule of a step of so many columns: the text's last token, and drafts. kind: as of `token`. Any thread may
+        call it."""
         key = self.n_ctx, f"drafts, {kind}", columns
         with self._lock:
             found, ctx, n_ctx = self._schedules.get(key), self.ctx, self.n_ctx
         if found is None:
             graph = self.graph(columns, "all", keep=True)
-            add_drafts(graph, columns, greedy=kind.startswith("greedy"), n_ctx=n_ctx, penalties=PENALIZED in kind)
+            add_drafts(
+                graph, columns, greedy=kind.startswith("greedy"), n_ctx=n_ctx, penalties=PENALIZED in kind, masked=CONSTRAINED in kind
+            )
             found = plan(graph, ctx, fusion=self._fusion)
             with self._lock:
                 if (self.ctx, self.n_ctx) == (ctx, n_ctx):

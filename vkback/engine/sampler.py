@@ -229,11 +229,11 @@ def draft_words(n_ctx: int) -> int:
     return max(EARLIER + 1, n_ctx)
 
 
-def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penalties: bool = False) -> None:
+def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penalties: bool = False, masked: bool = False) -> None:
     """Make a graph of so many tokens, with the logits of all, a step with drafts: LOOKUP before it, SAMPLE_DRAFTS behind it.
 
     n_ctx      rows of the cache
-    penalties  PENALTIES_DRAFTS comes before the choice
+    penalties  PENALTIES_DRAFTS comes before the choice, which if masked takes tokens out of each column
     """
     logits = graph.outputs[0]
     tokens, pos = (Tensor(name, "I32", (columns,), "input") for name in ("tokens", "pos"))
@@ -247,7 +247,8 @@ def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penaltie
         bias = Tensor("bias", "F32", (vocab,), "input")
         seen = Tensor("seen", "I32", (SEEN_COUNTS + vocab + n_ctx,), "input")
         penalized = Tensor("result_penalized", "F32", logits.shape)
-        graph.add("PENALTIES_DRAFTS", (logits, bias, seen, loop, tokens, pos), (penalized,))
+        masks = (Tensor("masks", "I32", (columns, mask_words(vocab)), "input"),) if masked else ()
+        graph.add("PENALTIES_DRAFTS", (logits, bias, seen, loop, tokens, pos, *masks), (penalized,))
         logits, counted = penalized, (seen,)
     state = (loop, tokens, pos, draft, *counted)
     graph.add("SAMPLE_DRAFTS", (logits, *state), state, capacity=RING, greedy=greedy)

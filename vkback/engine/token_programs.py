@@ -88,7 +88,7 @@ class TokenPrograms:
     ) -> None:
         """Takes no memory yet: see `allocate`. before: where other devices have the first layers; recordings are of one token then."""
         self._before = before
-        self._device, self._n_vocab, self._plans, self._bind = device, n_vocab, plans, bind
+        self._device, self.n_vocab, self._plans, self._bind = device, n_vocab, plans, bind
         self._programs: dict[str, Program] = {}
         self._loops: dict[tuple[str, int], TokenLoop] = {}
         self._recordings: dict[str, Commands] = {}
@@ -106,7 +106,7 @@ class TokenPrograms:
 
     def _allocate_inputs(self) -> dict[str, BufferRange]:
         """Inputs of the programs, in memory of the device."""
-        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self._n_vocab), "chain": 4 * CHAIN_WORDS}
+        sizes = {"one": 2 * INPUT_BYTES, "loop": 4 * (LOOP_RING + RING), "mask": 4 * mask_words(self.n_vocab), "chain": 4 * CHAIN_WORDS}
         caps = self._device.caps
         device = self._device.arena(
             "inputs", sum(map(aligned, sizes.values())), "host_visible_device" if caps.rebar or caps.uma else "device"
@@ -117,7 +117,7 @@ class TokenPrograms:
     def _allocate_readbacks(self) -> tuple[Readback, list[Readback]]:
         """Memory of the host for the logits of one token, and for the loop's state after each submit in flight."""
         loops = [self.inputs["loop"].size] * (SUBMITS_IN_FLIGHT + 1)
-        sizes = [aligned(4 * self._n_vocab), *loops]
+        sizes = [aligned(4 * self.n_vocab), *loops]
         arena = self._device.arena("readback", sum(aligned(size) + aligned(4) for size in sizes), "readback")
         self._arenas.append(arena)
         logits, *rest = (Readback(arena.alloc(size, "readback"), arena.alloc(4, "state of spin-waits")) for size in sizes)
@@ -128,7 +128,7 @@ class TokenPrograms:
     def penalty_inputs(self) -> dict[str, BufferRange]:
         """Inputs of PENALTIES, in memory that is taken when they are first used."""
         if not self._penalties:
-            sizes = {"bias": 4 * self._n_vocab, "seen": 4 * (SEEN_COUNTS + self._n_vocab + self._plans.n_ctx)}
+            sizes = {"bias": 4 * self.n_vocab, "seen": 4 * (SEEN_COUNTS + self.n_vocab + self._plans.n_ctx)}
             arena = self._device.arena("penalties", sum(map(aligned, sizes.values())), "device")
             self._arenas.append(arena)
             self._penalties = {n: arena.alloc(size, n) for n, size in sizes.items()}
@@ -137,7 +137,7 @@ class TokenPrograms:
     def dry_input(self) -> BufferRange:
         """That of DRY, in memory that is taken when it is first used."""
         if self._dry is None:
-            words = np.zeros(dry_words(self._n_vocab), np.int32)
+            words = np.zeros(dry_words(self.n_vocab), np.int32)
             self._arenas.append(self._device.arena("dry", aligned(words.nbytes), "device"))
             self._dry = self._arenas[-1].alloc(words.nbytes, "dry")
             self._device.upload(self._dry, words)
@@ -237,7 +237,7 @@ class TokenPrograms:
 
     def logits(self) -> Floats:
         """Those that the last submit copied."""
-        return np.array(self._logits_back.result.map().view(np.float32)[: self._n_vocab])
+        return np.array(self._logits_back.result.map().view(np.float32)[: self.n_vocab])
 
     def forget_timeouts(self) -> None:
         """As if no spin-wait had timed out."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vkback.api.reasoning import Marks, ReplyReader
 from vkback.api.tools.call import Tool
 from vkback.api.tools.format import Format, Spelling, takes_text
-from vkback.engine.constraint import SPACE, ConstraintError, JsonGrammar, SchemaConstraint, closed
+from vkback.engine.constraint import SPACE, Ahead, ConstraintError, JsonGrammar, SchemaConstraint, closed
 
 ANY_TEXT = "/(.|\\n)*/"
 GAP = "/[ \\n]{0,4}/"
@@ -164,6 +164,10 @@ class TriggeredConstraint:
 
     def mask(self) -> npt.NDArray[np.int32]:
         return self._free if self._inner is None else self._inner.mask()
+
+    def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
+        # A call may begin within text that is free.
+        return Ahead() if self._inner is None else self._inner.ahead(tokens, most, to_end=False)
 
     def take(self, token: int) -> None:
         if self._inner is None:
