@@ -11,6 +11,7 @@ import pytest
 from tiny_models import tiny
 
 import vkback
+from vkback.api import GenerateOptions
 from vkback.device import Device
 from vkback.engine.constraint import Ahead, only_token
 from vkback.engine.drafts import Drafts, HostPace, Probe, StepTimes
@@ -92,10 +93,7 @@ def test_a_text_with_masks_and_logits_is_the_same_with_any_drafts(arch: str, tmp
             for constrained, logits in ((True, False), (False, True), (True, True)):
                 said = f"{name}, masks {constrained}, logits {logits}"
 
-                def text_of(drafts: Drafts, constrained: bool = constrained, logits: bool = logits, sampler: Sampler = sampler) -> tuple:  # type: ignore[type-arg]
-                    return made(engine, sampler, drafts, Every() if constrained else None, logits)
-
-                text, rows = text_of(Drafts(pinned=8, known=(-1,), most=0))
+                text, rows = made(engine, sampler, Drafts(pinned=8, known=(-1,), most=0), Every() if constrained else None, logits)
                 assert engine.draft_counts.drafted == 0 and len(rows) == (len(text) if logits else 0)
                 whole = (*PROMPT, *text)
                 for kind, drafts in {
@@ -103,7 +101,7 @@ def test_a_text_with_masks_and_logits_is_the_same_with_any_drafts(arch: str, tmp
                     "right": Drafts(pinned=8, known=whole),
                     "wrong": Drafts(pinned=8, known=tuple((t + 3) % VOCAB for t in whole)),
                 }.items():
-                    found, seen = text_of(drafts)
+                    found, seen = made(engine, sampler, drafts, Every() if constrained else None, logits)
                     assert found == text, (said, kind)
                     assert all(np.array_equal(a, b) for a, b in zip(rows, seen, strict=True)), (said, kind)
                     counts = engine.draft_counts
@@ -128,9 +126,13 @@ def test_json_is_the_same_text_with_drafts(device: Device) -> None:
         "required": ["a_long_name_of_a_property", "and_of_another_property"],
     }
     with vkback.load("demo-dense", device.index, 256, act="f32", spec_type="ngram-simple", spec_pinned=8) as model:
-        for how in ({"temperature": 0.0}, {"temperature": 1.5, "seed": 4, "logprobs": 2}):
-            plain = model.generate("A thing as JSON: ", max_tokens=90, json_schema=schema, draft_max=0, **how)  # type: ignore[arg-type]
-            drafted = model.generate("A thing as JSON: ", max_tokens=90, json_schema=schema, **how)  # type: ignore[arg-type]
+        for how in (
+            GenerateOptions(max_tokens=90, json_schema=schema, temperature=0.0),
+            GenerateOptions(max_tokens=90, json_schema=schema, temperature=1.5, seed=4, logprobs=2),
+        ):
+            without = how.copy()
+            without["draft_max"] = 0
+            plain, drafted = model.generate("A thing as JSON: ", **without), model.generate("A thing as JSON: ", **how)
             assert drafted.tokens == plain.tokens and drafted.logprobs == plain.logprobs
             assert drafted.timings.draft_accepted > 5, "what alone may come is drafted"
 

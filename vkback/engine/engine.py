@@ -894,8 +894,8 @@ class Engine:
         constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
         token
         drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits or
-                   a constraint the host looks them up between two steps, and a draft model has no part; with DRY or a chain of samplers there
-                   are none
+                   a constraint the host looks them up between two steps, and a draft model has no part; with DRY or a chain of samplers
+                   there are none
         Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
