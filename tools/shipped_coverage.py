@@ -4,6 +4,8 @@
     python tools/shipped_coverage.py --model llama-8b-Q4_K_M --profile nvidia_h200_linux    some of them; both may be repeated
     python tools/shipped_coverage.py --all-types         every synthetic model in every type (an hour and more)
     python tools/shipped_coverage.py --compile 100       and compile every 100th of what is missing, without the cache
+    python tools/shipped_coverage.py --compile 100 --part 1    the same from the second on: parts 0 to 99 are all of them
+    python tools/shipped_coverage.py -j 32               by so many processes, and so many compilers at once
 
 A row for each device: models that run from what ships alone, the modules they take, how many of those do not ship. The last lines say how
 many modules an archive of everything would have. Nothing is run on a device.
@@ -12,10 +14,14 @@ many modules an archive of everything would have. Nothing is run on a device.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from tools.prebuilt import LAYERS, matrix_variants, schedules
@@ -34,6 +40,9 @@ from vkback.tuning.lookup import Tuning
 USUAL = ("Q4_K_M", "MXFP4", "Q8_0")
 """The type that a shape is counted in: the first of these that it has."""
 
+MODELS_OF_A_TASK = 8
+"""With `-j`: few enough that 46 devices keep a hundred processors busy."""
+
 Key = tuple[str, tuple[tuple[str, str | int], ...]]
 """Source and defines: what a module is made of."""
 
@@ -43,29 +52,52 @@ def usual_names() -> list[str]:
     return [next(name for type in (*USUAL, "F32") if (name := f"{shape}-{type}") in known) for shape in SHAPES]
 
 
-def taken(model: Model, profile: str) -> set[Key]:
-    """The modules of every program of a model on a recorded device."""
+@cache
+def opened(name: str) -> Model:
+    """A built-in model by its file, a synthetic one by its name, cut to a few layers and without weights."""
+    if name.endswith(".gguf"):
+        return Model.open(Path(name))
+    return Model.of(outline(name, layers=min(LAYERS, SHAPES[name.rpartition("-")[0]].n_layer)))
+
+
+@cache
+def context(profile: str) -> LowerContext:
     caps = Capabilities.from_profile(profile)
-    ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root()))
-    found = {(REPACK.source, REPACK.defines)}
-    for schedule in schedules(model, ctx):
-        found |= {(d.kernel.source, d.kernel.defines) for d in schedule.dispatches()}
-    return found
+    return LowerContext(caps, Tuning.for_device(caps, tuning_root()))
 
 
-def count(models: Sequence[tuple[str, Model]], profiles: Iterable[str], shipped: set[Key]) -> set[Key]:
+def taken(names: Sequence[str], profile: str) -> list[set[Key]]:
+    """For each model the modules of every program of it on a recorded device."""
+    of_models = []
+    for name in names:
+        found = {(REPACK.source, REPACK.defines)}
+        for schedule in schedules(opened(name), context(profile)):
+            found |= {(d.kernel.source, d.kernel.defines) for d in schedule.dispatches()}
+        of_models.append(found)
+    return of_models
+
+
+def side_by_side(names: Sequence[str], profiles: Sequence[str], processes: int) -> Iterator[list[set[Key]]]:
+    """What `taken` makes of each profile, in their order."""
+    if processes == 1:
+        yield from (taken(names, profile) for profile in profiles)
+        return
+    parts = [names[i : i + MODELS_OF_A_TASK] for i in range(0, len(names), MODELS_OF_A_TASK)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        tasks = [[pool.submit(taken, part, profile) for part in parts] for profile in profiles]
+        for of_profile in tasks:
+            yield [found for task in of_profile for found in task.result()]
+
+
+def count(names: Sequence[str], profiles: Sequence[str], shipped: set[Key], processes: int = 1) -> set[Key]:
     """Print the table; the modules that are missing."""
     every: set[Key] = set()
     missing: set[Key] = set()
     print(f"{'device':34} {'models':>7} {'without a compiler':>19} {'modules':>8} {'missing':>8}", flush=True)
-    for profile in profiles:
-        of_device: set[Key] = set()
-        whole = 0
-        for _, model in models:
-            modules = taken(model, profile)
-            whole += modules <= shipped
-            of_device |= modules
-        print(f"{profile:34} {len(models):7} {whole:19} {len(of_device):8} {len(of_device - shipped):8}", flush=True)
+    for profile, of_models in zip(profiles, side_by_side(names, profiles, processes), strict=True):
+        of_device = set().union(*of_models)
+        whole = sum(modules <= shipped for modules in of_models)
+        print(f"{profile:34} {len(names):7} {whole:19} {len(of_device):8} {len(of_device - shipped):8}", flush=True)
         every |= of_device
         missing |= of_device - shipped
     print(f"all: {len(every)} modules, {len(missing)} of them do not ship")
@@ -77,15 +109,19 @@ def count(models: Sequence[tuple[str, Model]], profiles: Iterable[str], shipped:
     return missing
 
 
-def compile_missing(missing: Iterable[Key], every: int) -> None:
-    """Compile every so manieth module from nothing. Raises CompileError with all faults."""
+def compile_missing(missing: Iterable[Key], every: int, part: int = 0) -> None:
+    """Compile every so manieth module from nothing, from number `part` on. Raises CompileError with all faults."""
     started = time.monotonic()
+    wanted = [Variant(*key) for key in sorted(missing, key=repr)[part::every]]
+    made = size = 0
     with tempfile.TemporaryDirectory(prefix="vkback-") as folder:
         library = ShaderLibrary(cache_dir=Path(folder))
-        made = library.compile_many(Variant(*key) for key in sorted(missing, key=repr)[::every])
+        for _, spirv in library.compile_each(wanted):
+            made, size = made + 1, size + len(spirv)
+            if made % 500 == 0:
+                print(f"  {made} of {len(wanted)} in {time.monotonic() - started:.0f} s", flush=True)
     compiler = library.compiler.identity if library.compiler else "none"
-    size = sum(map(len, made.values()))
-    print(f"compiled {len(made)} modules, {size / 1e6:.1f} MB of SPIR-V, in {time.monotonic() - started:.0f} s by {compiler}")
+    print(f"compiled {made} modules, {size / 1e6:.1f} MB of SPIR-V, in {time.monotonic() - started:.0f} s by {compiler}")
 
 
 def main() -> int:
@@ -94,15 +130,16 @@ def main() -> int:
     parser.add_argument("--profile", action="append", metavar="PROFILE", choices=profile_ids())
     parser.add_argument("--all-types", action="store_true")
     parser.add_argument("--compile", type=int, metavar="N")
+    parser.add_argument("--part", type=int, default=0, metavar="I")
+    parser.add_argument("-j", "--processes", type=int, metavar="J", help="processes (one), compilers at once (one a processor)")
     args = parser.parse_args()
-    names = args.model or (synthetic_names() if args.all_types else usual_names())
-    models = [(p.stem, Model.open(p)) for p in builtin_models()] if not args.model else []
-    models += [(name, Model.of(outline(name, layers=min(LAYERS, SHAPES[name.rpartition("-")[0]].n_layer)))) for name in names]
+    names = args.model or [*map(str, builtin_models()), *(synthetic_names() if args.all_types else usual_names())]
+    ShaderLibrary.compilers = args.processes or os.cpu_count() or 1
     root = shader_root()
     shipped: set[Key] = {(v.source, v.defines) for v in (*shipped_variants(root), *matrix_variants())}
-    missing = count(models, args.profile or profile_ids(), shipped)
+    missing = count(names, args.profile or profile_ids(), shipped, args.processes or 1)
     if args.compile:
-        compile_missing(missing, args.compile)
+        compile_missing(missing, args.compile, args.part)
     return 0
 
 
