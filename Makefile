@@ -42,6 +42,7 @@ mutants:
 lint:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 

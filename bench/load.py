@@ -51,7 +51,7 @@ def one_start(args: argparse.Namespace) -> None:
         marks["first"] = time.time()
         tokens.close()
         times = engine.load_times
-        status = Path("/proc/self/status").read_text().splitlines()
+        status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         memory = dict(line.split(":") for line in status if line.startswith(("VmHWM", "RssAnon")))
         print(
             json.dumps(
@@ -98,7 +98,7 @@ def main() -> None:
         for i in range(args.starts):
             begun = time.time()
             command = [sys.executable, *sys.argv, "--begun", repr(begun)]
-            ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+            ran = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", check=False)
             if ran.returncode:
                 sys.exit(ran.stderr)
             found.append({**json.loads(ran.stdout.splitlines()[-1]), "exit": time.time() - begun})

@@ -63,7 +63,7 @@ def digest(types: Iterable[tuple[str, str]]) -> str:
 
 def dry_run(program: str, path: Path, type: str, *options: str) -> list[tuple[str, str]]:
     """Names and types that llama-quantize would write; empty where it refuses."""
-    done = subprocess.run([program, "--dry-run", *options, str(path), type], capture_output=True, text=True, check=False)
+    done = subprocess.run([program, "--dry-run", *options, str(path), type], capture_output=True, encoding="utf-8", check=False)
     found = []
     for line in (done.stdout + done.stderr).splitlines():
         tensor = re.match(r"\[ *\d+/ *\d+\] (\S+) +- \[.*\], type = +(\S+), size = (.*)", line)

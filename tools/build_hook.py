@@ -33,4 +33,4 @@ class BuildHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["force_include"][str(made)] = NAME
 
     def _git(self, *args: str) -> str:
-        return subprocess.run(["git", "-C", self.root, *args], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", self.root, *args], capture_output=True, encoding="utf-8", check=True).stdout.strip()

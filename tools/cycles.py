@@ -67,7 +67,7 @@ def look(cycles: int) -> Look:
     libc.mallinfo2.restype = _MallInfo
     libc.malloc_trim(0)
     heap = libc.mallinfo2()
-    anonymous = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    anonymous = next(line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("RssAnon"))
     return Look(
         cycles,
         (heap.uordblks + heap.hblkhd) / 1024,

@@ -20,7 +20,7 @@ class RootError(Exception):
 
 def said(*argv: str, **kwargs: Any) -> str:
     """A command's output. Raises RootError with its last lines."""
-    done = subprocess.run(argv, capture_output=True, text=True, **kwargs)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", **kwargs)
     output: str = done.stdout
     if done.returncode:
         last = "\n".join((output + done.stderr).splitlines()[-5:])

@@ -562,7 +562,7 @@ def limit_memory(more: int | None) -> None:
     """Let this process take so many bytes beside what it has, or as many as it likes. Only Linux counts them."""
     if sys.platform == "linux":
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        has = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (hard if more is None else has + more, hard))
 
 

@@ -110,7 +110,7 @@ def run_slice(argv: Sequence[str], limit: float, on_result: Callable[[str, str, 
 
 
 def listed_cases(command: Command) -> list[str]:
-    done = subprocess.run(command(["python", "-c", LIST]), capture_output=True, text=True)
+    done = subprocess.run(command(["python", "-c", LIST]), capture_output=True, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"cannot list the cases of the suite:\n{done.stderr[-2000:]}")
     return done.stdout.splitlines()

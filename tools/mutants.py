@@ -137,7 +137,7 @@ def child(copy: Path, *args: str, write_bytecode: bool = False) -> subprocess.Co
     if not write_bytecode:
         env["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, str(Path(__file__).resolve()), *args]
-    return subprocess.run(command, env=env, cwd=copy, text=True, capture_output=True, timeout=TIMEOUT_S, check=False)
+    return subprocess.run(command, env=env, cwd=copy, encoding="utf-8", capture_output=True, timeout=TIMEOUT_S, check=False)
 
 
 class Farm:

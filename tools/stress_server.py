@@ -240,9 +240,9 @@ def server(model: str, log: Path, max_queue: int) -> Iterator[tuple[subprocess.P
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=os.environ | ONE_HEAP)
     try:
         until = time.monotonic() + START_S
-        while not (found := re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text(errors="replace"))):
+        while not (found := re.search(r"running on http://127\.0\.0\.1:(\d+)", log.read_text(encoding="utf-8", errors="replace"))):
             if process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')}")
+                raise RuntimeError(f"the server did not start:\n{log.read_text(encoding='utf-8', errors='replace')}")
             time.sleep(0.1)
         yield process, int(found[1])
     finally:
@@ -256,7 +256,7 @@ def server(model: str, log: Path, max_queue: int) -> Iterator[tuple[subprocess.P
 
 def resident_kib(pid: int) -> int:
     """Memory of a process that no file stands behind."""
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1])
 
 

@@ -233,7 +233,7 @@ def test_two_settings_on_a_device(tmp_path: Path) -> None:
         str(least_pairs()),
         "--json",
     ]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
     assert ran.returncode == 0, ran.stderr
     (found,) = json.loads(ran.stdout)
     assert (found["fusion"], found["test"], found["pairs"]) == ("none -> all", "tg2", least_pairs())

@@ -385,8 +385,8 @@ def test_a_wrong_command_line(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("BLANK", "NONE", "WRONG")}
-    Path(files["BLANK"]).write_text("\n \n")
-    Path(files["WRONG"]).write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    Path(files["BLANK"]).write_text("\n \n", encoding="utf-8")
+    Path(files["WRONG"]).write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
     assert call(monkeypatch, vkbench.main, "serve", *(files.get(word, word) for word in line.split())) == 2
     for name, path in files.items():
         said = said.replace(name, path)

@@ -143,7 +143,7 @@ def test_the_exit_code_stands_where_more_signals_come() -> None:
         "atexit.register(signal.raise_signal, signal.SIGINT)\n"
         "start.vkback()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60, check=False)
     assert (done.returncode, done.stderr) == (130, "")
 
 

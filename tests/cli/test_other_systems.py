@@ -108,6 +108,17 @@ def test_tests_and_scripts_can_be_imported_on_windows() -> None:
     assert not found, "\n".join(found)
 
 
+def test_what_programs_print_is_read_in_a_named_encoding() -> None:
+    """Else it is that of the system's code page: `make lint` looks at files that are opened, this at pipes."""
+    found = []
+    for file in sorted(f for folder in ("vkback", "bench", "tests", "tools") for f in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            given = {k.arg for k in node.keywords} if isinstance(node, ast.Call) and "subprocess" in ast.unparse(node.func) else set()
+            if given & {"text", "universal_newlines"} and "encoding" not in given:
+                found.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}")
+    assert not found, "\n".join(found)
+
+
 LACKING = """
 import sys
 for name in {modules!r}:
@@ -188,7 +199,7 @@ def open_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_files() -> set[Path]:
-    found = {Path(line.split(maxsplit=5)[5]) for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    found = {Path(line.split(maxsplit=5)[5]) for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if "/" in line}
     for fd in Path("/proc/self/fd").iterdir():
         try:
             found.add(fd.readlink())

@@ -195,7 +195,7 @@ def written_to(file: IO[str], monkeypatch: pytest.MonkeyPatch, lines: int) -> in
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_stdout_on_a_full_disk_is_one_line(lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
         assert written_to(full, monkeypatch, lines) == 1
     assert capsys.readouterr().err == "vkback: error: stdout: the disk is full\n"
 
@@ -205,7 +205,7 @@ def test_a_full_stderr_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> 
     def app(**_: object) -> None:
         raise UsageError("wrong")
 
-    with Path("/dev/full").open("w") as full, pytest.raises(SystemExit) as e:
+    with Path("/dev/full").open("w", encoding="utf-8") as full, pytest.raises(SystemExit) as e:
         monkeypatch.setattr(sys, "stderr", full)
         run(app, "vkback")
     assert e.value.code == 2

@@ -166,7 +166,7 @@ def test_a_setting_of_one_build_is_shown_in_its_history(
 
 
 def json_of(path: Path, *rows: dict[str, object]) -> str:
-    path.write_text(json.dumps([{**LLAMA_8B.row(), "samples_ts": [], **row} for row in rows]))
+    path.write_text(json.dumps([{**LLAMA_8B.row(), "samples_ts": [], **row} for row in rows]), encoding="utf-8")
     return str(path)
 
 
@@ -325,7 +325,7 @@ def saved(path: Path, rows: list[list[str]], column: int, backend: str) -> str:
         }
         for row, (mean, dev) in zip(rows, speeds, strict=True)
     ]
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps(results), encoding="utf-8")
     return str(path)
 
 

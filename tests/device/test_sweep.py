@@ -418,7 +418,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
     settings = {**os.environ, "VKBACK_TUNING": str(tmp_path)}
     with table_lock(device.caps, tmp_path, pytest.fail):
         asked = [*command, "--device", device.caps.name]
-        run = subprocess.Popen(asked, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        run = subprocess.Popen(asked, env=settings, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
         try:
             assert run.stderr is not None
             own = DeviceTable(device.caps, library, tmp_path)

@@ -36,7 +36,7 @@ from vkback.plan.schedule import Schedule
 pytestmark = pytest.mark.vulkan
 
 REFERENCE = Path(os.environ.get("VKBACK_PEER_REFERENCE") or Path(__file__).parents[1] / "data" / "llama_cpu.json")
-PEER: dict[str, Any] = json.loads(REFERENCE.read_text())
+PEER: dict[str, Any] = json.loads(REFERENCE.read_text(encoding="utf-8"))
 FOLDER = os.environ.get("VKBACK_PEER_MODELS")
 MODELS = {p.name: p for p in (sorted(Path(FOLDER).glob("*.gguf")) if FOLDER else builtin_models()) if p.name in PEER}
 

@@ -137,7 +137,7 @@ def by_transformers(templates: dict[str, str], tmp_path_factory: pytest.TempPath
         environment["PYTHONPATH"] = str(folder)
     asked = json.dumps({"templates": templates, "conversations": CONVERSATIONS})
     done = subprocess.run(
-        [python, "-c", BY_TRANSFORMERS], input=asked, capture_output=True, text=True, env=environment, check=True, timeout=900
+        [python, "-c", BY_TRANSFORMERS], input=asked, capture_output=True, encoding="utf-8", env=environment, check=True, timeout=900
     )
     yield json.loads(done.stdout)
 

@@ -31,7 +31,7 @@ def used(configure: str, cache: str) -> str:
     env = os.environ | {"VKBACK_CACHE": cache, "VK_LOADER_DEBUG": "none"}
     env.pop("VKBACK_DEVICE", None)
     command = [sys.executable, "-c", USE.format(configure=configure)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

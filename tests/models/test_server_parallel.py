@@ -132,7 +132,7 @@ worth. What is kept of a request would be more: its text, its events and the pag
 def resident() -> int:
     """Bytes of this process in memory."""
     gc.collect()
-    return int(MEMORY.read_text().split()[1]) * mmap.PAGESIZE
+    return int(MEMORY.read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.vulkan

@@ -345,7 +345,8 @@ def _commit(text: str) -> str:
     ran = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify", "--end-of-options", f"{text}^{{commit}}"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
     )
     return ran.stdout.strip() if ran.returncode == 0 else ""
 
@@ -356,7 +357,10 @@ def _checkout(commit: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="vkbench-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder) / commit[:9]
         ran = subprocess.run(
-            ["git", "-C", str(ROOT), "worktree", "add", "--detach", "--quiet", str(tree), commit], capture_output=True, text=True
+            ["git", "-C", str(ROOT), "worktree", "add", "--detach", "--quiet", str(tree), commit],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
         )
         if ran.returncode:
             raise AgainstError(f"--against {commit[:9]}: git cannot make a working tree of it: {_last_line(ran.stderr)}")

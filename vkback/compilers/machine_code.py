@@ -109,7 +109,9 @@ def disassembled(code: bytes, caps: Capabilities) -> list[str]:
         path = Path(folder) / "code.bin"
         path.write_bytes(code)
         try:
-            done = subprocess.run([_nvdisasm(), "-b", architecture, path], capture_output=True, text=True, timeout=TIMEOUT_S)
+            done = subprocess.run(
+                [_nvdisasm(), "-b", architecture, path], capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S
+            )
         except (OSError, subprocess.TimeoutExpired) as e:
             raise MachineCodeError(f"[code] nvdisasm did not run: {e}") from e
     lines = [" ".join(line.split()) for line in done.stdout.splitlines() if INSTRUCTION_LINE.search(line)]

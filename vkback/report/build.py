@@ -36,4 +36,6 @@ def _packed(file: Path) -> tuple[str, int]:
 
 
 def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(root), *args], capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout.strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import hashlib
+import os
 import signal
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def _file_stamp(library: str) -> str:
 
 def _loaded_libraries() -> list[str]:
     try:
-        return sorted({line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line})
+        return sorted({line.split()[-1] for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines() if "/" in line})
     except OSError:
         return []
 
