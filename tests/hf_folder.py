@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vkback import quants
 from vkback.gguf.file import GgufFile
+from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 Floats = npt.NDArray[np.float32]
 
@@ -172,3 +174,20 @@ def write_folder(name: str, source: Path, folder: Path, *, parts: int = 1) -> Gg
         write_safetensors(folder / part, {n: ("F32", state[n]) for n in names if weight_map[n] == part})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
     return f
+
+
+def trained_tokenizer(folder: Path, n_vocab: int) -> Tokenizer:
+    """Byte-level BPE that cuts text as Llama 3 does, with its settings, three tokens short of `n_vocab`."""
+    (pattern,) = PRE_TOKENIZERS["llama-bpe"].steps
+    made = Tokenizer(models.BPE(ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(str(pattern)), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.decoder = decoders.ByteLevel()
+    text = (Path(__file__).parent / "data" / "war_of_the_worlds.txt").read_text(encoding="utf-8")[:4000]
+    special = ["<|begin_of_text|>", "<|eot_id|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=n_vocab - 3, special_tokens=special, initial_alphabet=alphabet))
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return made

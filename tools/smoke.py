@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,9 +31,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    here = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(here), str(here / "tests")]
+
+from hf_folder import trained_tokenizer, write_folder
+from hf_hub import hub_environment, served_hub
 
 from tools.documents import ROOT, commands, words
+from vkback.models.synth import synthesize
 
 CUTS: Mapping[str, Sequence[str]] = {
     "vkback run": ("-n", "4"),
@@ -41,6 +47,7 @@ CUTS: Mapping[str, Sequence[str]] = {
     "vkback profile": ("--prompt-tokens", "4", "-n", "2", "-b", "0"),
     "vkback compare": ("-p", "It was"),
     "vkback embed": ("--pooling", "mean"),
+    "vkback imatrix -m": ("-c", "16", "--chunks", "2"),
     "vkback doctor": ("--prompt", "It was"),
     "vkback finetune": ("--steps", "2", "-c", "16", "-b", "1", "--held-back", "0.01", "--eval-every", "0"),
     "vkback tune --op": ("--budget", "1", "--quant", "Q8_0", "--shape", "256x256", "-t", "2"),
@@ -66,6 +73,9 @@ SMALLER: Mapping[str, str] = {
     "$name.json": "before.json",
     "$name.md": "before.md",
     "after.json": "before.json",
+    "after.md": "before.md",
+    "ROCm=rocm.md": "ROCm=before.md",
+    "first.gguf": "model.imatrix.gguf",
     "bench/results/OLD.json": "before.json",
     "bench/results/NEW.json": "before.json",
 }
@@ -73,6 +83,17 @@ SMALLER: Mapping[str, str] = {
 
 MODELS = ("model.gguf", "MODEL.gguf", "MODEL", "bge-m3.gguf", "nomic-embed-text.gguf")
 """Names that documents give to a user's model: the built-in one."""
+
+HUB_FILES = ("gemma-3-1b-it-Q4_K_M.gguf", "gemma-3-1b-it-Q8_0.gguf")
+"""What a repository is taken to have, whichever it is: the built-in model under these names."""
+
+THREAD = """RTX 3090
+
+| model          |       size |     params | backend    | ngl |   test |   t/s (before) |    t/s (after) |
+| -------------- | ---------: | ---------: | ---------- | --: | -----: | -------------: | -------------: |
+| llama 8B Q4_0  |   4.33 GiB |     8.03 B | Vulkan     |  99 |  pp512 | 4141.08 \u00b1 7.46 | 4291.05 \u00b1 7.11 |
+| llama 8B Q4_0  |   4.33 GiB |     8.03 B | Vulkan     |  99 |  tg128 |  131.95 \u00b1 0.22 |  139.33 \u00b1 0.30 |
+"""
 
 TEXT = "It was a dark and stormy night; Gr\u00fc\u00dfe. " * 40
 ENDS_S = 600.0
@@ -127,12 +148,13 @@ def cut(args: Sequence[str], options: Sequence[str]) -> list[str]:
 def order(step: Step) -> tuple[int, str]:
     """Writers first: a saved run, a table, an adapter, a model; the cache is cleared at the end."""
     argv = step.argv
-    writes = any(word in argv for word in ("--save", "--save-kl-base", "--store", "synth", "finetune"))
+    writes = any(word in argv for word in ("--save", "--save-kl-base", "--store", "synth", "finetune", "convert"))
+    writes |= argv[1] == "imatrix" and "-m" in argv
     return (0 if writes else 2 if argv[1] == "cache" else 1), step.shown
 
 
 def prepare(folder: Path) -> None:
-    """Files that the commands read."""
+    """Files that the commands read: models, texts, results from a thread, importances, a model as its makers publish one."""
     model = next((ROOT / "vkback/models/builtin").glob("demo-dense*.gguf"))
     for name in MODELS:
         if not (folder / name).exists():  # MODEL.gguf is model.gguf where names differ in case alone
@@ -140,6 +162,12 @@ def prepare(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     (folder / "texts.txt").write_text("one text\nanother text\n", encoding="utf-8")
     (folder / "prompts.txt").write_text("It was\nThe planner\n", encoding="utf-8")
+    (folder / "thread.txt").write_text(THREAD, encoding="utf-8")
+    name = b"blk.9.ffn_up.weight"  # of the older format: entries; name, calls, values and their sums
+    (folder / "second.dat").write_bytes(struct.pack(f"<ii{len(name)}sii32f", 1, len(name), name, 1, 32, *[1.0] * 32))
+    synthesize("tiny-llama-F32", folder / "published.gguf")
+    published = write_folder("llama", folder / "published.gguf", folder / "folder")
+    trained_tokenizer(folder / "folder", published.tensors["token_embd.weight"].shape[0])
 
 
 class Shell:
@@ -165,8 +193,14 @@ class Shell:
             raise LeftOutError("torch is not installed")
         if step.argv[1] == "serve" and importlib.util.find_spec("uvicorn") is None:
             raise LeftOutError("vkback[serve] is not installed")
-        if "./llama-bench" in step.argv:
-            raise LeftOutError("a build of llama.cpp is not here")
+        if built := next((word.split()[0] for word in step.argv if word.startswith("./")), None):
+            raise LeftOutError(f"{built} of a build of llama.cpp is not here")
+        if commit := next((word for word in step.argv if re.fullmatch("[0-9a-f]{7,}", word)), None):
+            git = shutil.which("git")
+            if git is None or subprocess.run([git, "-C", str(ROOT), "cat-file", "-e", commit], capture_output=True).returncode:
+                raise LeftOutError(f"this checkout has no commit {commit}")
+        if ("-hf" in step.argv or step.argv[1] == "pull") and importlib.util.find_spec("huggingface_hub") is None:
+            raise LeftOutError("vkback[hub] is not installed")
         argv = [self.device_name() if word == "llvmpipe" else word for word in step.argv]
         if argv[:2] == ["vkback", "serve"]:
             with self.served(argv) as url:
@@ -174,6 +208,13 @@ class Shell:
         elif argv[:2] == ["vkbench", "serve"]:
             with self.served(["vkback", "serve", "-m", "model.gguf", "--chat-template", "plain"]) as url:
                 self.output(cut(argv, ("--url", url)))
+        elif argv[1] == "pull" or "-hf" in argv:
+            repository = next(word for word in argv if word.startswith("ggml-org/")).partition(":")[0]
+            files = dict.fromkeys(HUB_FILES, (self.folder / "model.gguf").read_bytes())
+            with served_hub({repository: files}) as hub:
+                env = self.env | hub_environment(hub.url, self.folder / "hub")
+                env.pop("PYTHONWARNDEFAULTENCODING", None)  # huggingface_hub opens files of its own without one
+                Shell(self.folder, self.python, env).output(argv, step.given)
         else:
             self.output(argv, step.given)
 

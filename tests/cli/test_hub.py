@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hf_hub import Hub, hub_environment, served_hub
 from tiny_models import tiny_with_text
 
 from vkback.cli.shell import hub_marked
@@ -21,70 +17,16 @@ from vkback.gguf.hub import HubError, HubUsage, chosen_file, fetched, parts_of
 
 pytest.importorskip("huggingface_hub", reason="models of Hugging Face need vkback[hub]")
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@dataclass
-class Hub:
-    """Repositories by name, each with files; gets: paths that were asked for by GET."""
-
-    url: str = ""
-    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    gets: list[str] = field(default_factory=list)
-
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    made = Hub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def _answer(self, status: int, body: bytes, **headers: str) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def do_GET(self) -> None:
-            made.gets.append(self.path)
-            self._any()
-
-        def do_HEAD(self) -> None:
-            self._any()
-
-        def _any(self) -> None:
-            path = self.path.partition("?")[0].strip("/")
-            if path.startswith("api/models/"):
-                repo = "/".join(path.split("/")[2:4])
-                if repo not in made.repos:
-                    return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
-                info = {"id": repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in made.repos[repo]]}
-                return self._answer(200, json.dumps(info).encode(), Content_Type="application/json")
-            user, name, _, _, *rest = path.split("/")
-            content = made.repos.get(f"{user}/{name}", {}).get("/".join(rest))
-            if content is None:
-                return self._answer(404, b"", X_Error_Code="EntryNotFound")
-            etag = f'"{hashlib.sha256(content).hexdigest()}"'
-            return self._answer(200, content, ETag=etag, X_Repo_Commit=COMMIT, Accept_Ranges="bytes")
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield made
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served_hub() as made:
+        yield made
 
 
 def vkback(hub_url: str, home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own: the package reads its variables when it is imported."""
-    environment = {**os.environ, "HF_ENDPOINT": hub_url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **more}
+    environment = {**os.environ, **hub_environment(hub_url, home), **more}
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         environment.pop(name, None) if name not in more else None
     line = [sys.executable, "-m", "vkback", *words]

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_kit import call
-from hf_folder import CLASSES, write_folder, write_safetensors
+from hf_folder import CLASSES, trained_tokenizer, write_folder, write_safetensors
 from tiny_models import tiny
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vkback import quants
 from vkback.cli.main import main
@@ -21,7 +20,6 @@ from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import GgufFile
-from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
 from vkback.models.convert import convert
 from vkback.models.registry import Model
 
@@ -72,27 +70,10 @@ def test_rope_of_llama_3_by_its_rule(tmp_path: Path) -> None:
     assert len(found) == source.get("llama.rope.dimension_count", int) // 2
 
 
-def trained_tokenizer(path: Path, n_vocab: int) -> Tokenizer:
-    """Byte-level BPE that cuts text as Llama 3 does."""
-    (pattern,) = PRE_TOKENIZERS["llama-bpe"].steps
-    made = Tokenizer(models.BPE(ignore_merges=True))
-    cut = pre_tokenizers.Split(Regex(str(pattern)), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    made.decoder = decoders.ByteLevel()
-    text = (Path(__file__).parents[1] / "data" / "war_of_the_worlds.txt").read_text(encoding="utf-8")[:4000]
-    special = ["<|begin_of_text|>", "<|eot_id|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=n_vocab - 3, special_tokens=special, initial_alphabet=alphabet))
-    made.save(str(path))
-    return made
-
-
 def test_a_byte_level_vocabulary_and_a_template_come_along(tmp_path: Path) -> None:
     source = write_folder("llama", tiny("llama", tmp_path), tmp_path / "folder")
     n_vocab = source.tensors["token_embd.weight"].shape[0]
-    judge = trained_tokenizer(tmp_path / "folder" / "tokenizer.json", n_vocab)
-    settings = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "add_bos_token": True, "chat_template": "{{ messages }}"}
-    (tmp_path / "folder" / "tokenizer_config.json").write_text(json.dumps(settings))
+    judge = trained_tokenizer(tmp_path / "folder", n_vocab)
     convert(tmp_path / "folder", tmp_path / "out.gguf")
     model = Model.open(tmp_path / "out.gguf")
     keys = model.file.metadata
