@@ -12,6 +12,7 @@ import locale
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 
 from vkback.device import Capabilities
 from vkback.engine.sampler import add_sampler
@@ -23,7 +24,7 @@ from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.paths import shader_root, tuning_root
 from vkback.plan.planner import plan
-from vkback.shader.source import expand
+from vkback.shader.source import Variant, expand
 from vkback.tuning.lookup import Tuning
 
 DEVICES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12")
@@ -37,12 +38,18 @@ def layers(shape: str) -> int | None:
     return 6 if SHAPES[shape].arch == "gemma4" else 2  # the sixth sees all tokens, and divides RoPE by its tensor
 
 
+@cache
+def text(kernel: Variant) -> bytes:
+    """With its includes. Files are read once, since opening one takes long on some systems."""
+    return expand(shader_root(), kernel).text.encode()
+
+
 def digest(dispatches: Iterable[Dispatch]) -> str:
     """The beginning of a SHA-256."""
     found = hashlib.sha256()
     for d in dispatches:
         found.update(f"{d.kernel!r}{d.push.hex()}{d.groups}".encode())
-        found.update(expand(shader_root(), d.kernel).text.encode())
+        found.update(text(d.kernel))
     return found.hexdigest()[:16]
 
 

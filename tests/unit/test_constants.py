@@ -94,7 +94,7 @@ def digests(environment: Mapping[str, str], locale: str = "") -> dict[str, str]:
     """Of a process of its own."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **environment}
     program = [sys.executable, str(ROOT / "tests" / "kernel_digests.py"), locale]
-    ran = run_program(program, env=env, timeout=300)
+    ran = run_program(program, env=env, timeout=900)
     assert ran.returncode == 0, ran.stderr
     found: dict[str, str] = json.loads(ran.stdout)
     return found

@@ -199,9 +199,7 @@ def test_missing_files_say_who_included_them(library: ShaderLibrary, root: Path)
     with pytest.raises(CompileError, match=r"\[shader\] none: cannot read .*none\.comp: (No such file|File not found)"):
         library.spirv(Variant("none.comp"))
     (root / "parts" / "scale.glsl").write_text('#include "parts/gone.glsl"\n')
-    with pytest.raises(
-        CompileError, match=r"cannot read .*gone\.glsl, included by parts/scale\.glsl <- copy\.comp: (No such file|File not found)"
-    ):
+    with pytest.raises(CompileError, match=r"cannot read .*gone\.glsl, included by parts/scale\.glsl <- copy\.comp: \w+"):
         library.spirv(Variant("copy.comp"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -102,6 +103,7 @@ print(cut)
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes that are killed are forks")
 def test_a_killed_save_leaves_a_whole_file(tmp_path: Path) -> None:
     """Twenty processes that save over and over are killed at some moment: the file is that of a save which came to its end."""
     done = run_program([sys.executable, "-c", SAVES, str(tmp_path / "state")], timeout=100)
