@@ -1,12 +1,12 @@
 """Measures the first start of a wheel in a fresh virtual environment: rows of the table in docs/install.md.
 
-    python tools/first_start.py WHEEL [--python python3.12 ...] [--plain-numpy] [--no-compiler] [--user NAME] [--label TEXT]
+    python tools/first_start.py WHEEL [--python python3.12 ...] [--plain] [--no-compiler] [--user NAME] [--label TEXT]
     python tools/first_start.py --installed [--label TEXT]        of the vkback that this Python has, without pip
 
 For each Python: pip installs the wheel and nothing else, then a model that comes with vkback writes a text, and one whose kernels do not
 ship (tiny-granitehybrid-Q8_0) writes another, both with an empty cache. Prints a row with the seconds of each; status 1 where one fails.
 
---plain-numpy   numpy takes no code that it chooses by processor, as on one without AVX
+--plain         as on a processor without AVX: numpy takes no code that it chooses by processor, Mesa's driver vectors of 128 bits
 --no-compiler   PATH has no glslc; a libshaderc of the system is found all the same, so take it from a root without one
 --user          as this user (as root only)
 """
@@ -70,8 +70,9 @@ def row(python: str, install: str, home: Path, env: dict[str, str], args: argpar
     def said(*argv: str) -> str:
         return subprocess.run([python, *argv], env=env, cwd=home, capture_output=True, text=True, encoding="utf-8").stdout
 
-    if args.plain_numpy:
+    if args.plain:
         env["NPY_DISABLE_CPU_FEATURES"] = said("-c", "import numpy._core._multiarray_umath as m; print(*m.__cpu_dispatch__)").strip()
+        env["LP_NATIVE_VECTOR_WIDTH"] = "128"
     vkback = [python, "-m", "vkback"]
     other = home / "other.gguf"
     run([*vkback, "synth", MODELS[1], str(other)], env, args.user)
@@ -80,7 +81,7 @@ def row(python: str, install: str, home: Path, env: dict[str, str], args: argpar
     compiler = next((line.removeprefix("shader compiler ") for line in report.splitlines() if line.startswith("shader compiler ")), "?")
     name = "own" if "with vkback" in compiler else compiler.split("-")[0]
     about = args.label or f"{platform.system()} {platform.machine()}"
-    extra = [*(["no AVX in numpy"] if args.plain_numpy else []), *([f"as {args.user}"] if args.user else [])]
+    extra = [*(["no AVX"] if args.plain else []), *([f"as {args.user}"] if args.user else [])]
     version = said("-c", "import platform; print(platform.python_version())").strip()
     return f"| {', '.join([about, *extra])} | {version} | {name} | {install} | {times[0]:.1f} | {times[1]:.1f} |"
 
@@ -96,7 +97,7 @@ def main() -> int:
     parser.add_argument("wheel", type=Path, nargs="?")
     parser.add_argument("--installed", action="store_true")
     parser.add_argument("--python", action="append")
-    parser.add_argument("--plain-numpy", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--no-compiler", action="store_true")
     parser.add_argument("--user")
     parser.add_argument("--label")
