@@ -6,10 +6,11 @@ TEST_ARGS ?=
 MUTANTS ?=
 LAB ?=
 WINDOWS ?=
+ARM ?=
 SMOKE ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help bench test test-all mutants lint smoke windows lab prebuilt prebuilt-ordinary wheel clean
+.PHONY: help bench test test-all mutants lint smoke windows arm lab prebuilt prebuilt-ordinary wheel clean
 
 help:
 	@echo "make bench   set up what is missing, then benchmark the built-in models (BENCH_ARGS='tg128 -r 3')"
@@ -19,6 +20,7 @@ help:
 	@echo "make lint    ruff (checks and format) and mypy"
 	@echo "make smoke   every command of the documents once, cut down to seconds (SMOKE='run --encoding cp1252')"
 	@echo "make windows as root: CPython for Windows under Wine runs the commands and most tests (WINDOWS='--only smoke')"
+	@echo "make arm     as root: Debian for 64-bit Arm, emulated by qemu, runs tests, ops and a first start (ARM='--only tests')"
 	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"
 	@echo "make prebuilt-ordinary  shaders/prebuilt/ordinary: the SPIR-V of ordinary kernels, before a release"
@@ -53,6 +55,10 @@ smoke:
 windows:
 	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
 	@$(BIN)/python tools/windows.py $(WINDOWS)
+
+arm:
+	@PYTHON=$(PYTHON) VENV=$(VENV) tools/setup.sh test
+	@$(BIN)/python tools/arm.py $(ARM)
 
 lab:
 	@$(PYTHON) tools/lab.py $(LAB)

@@ -1,4 +1,4 @@
-"""A Debian root in a folder, made with debootstrap and entered with chroot: what tools/lab.py and tools/windows.py run in."""
+"""A Debian root in a folder, made with debootstrap and entered with chroot: what tools/lab.py, windows.py and arm.py run in."""
 
 from __future__ import annotations
 
@@ -28,11 +28,23 @@ def said(*argv: str, **kwargs: Any) -> str:
     return output
 
 
+def pip(*argv: str) -> None:
+    """By name, with this Python's pip. Raises RootError."""
+    said(sys.executable, "-m", "pip", argv[0], "--quiet", "--disable-pip-version-check", *argv[1:])
+
+
+def built_wheel(folder: Path) -> Path:
+    """That of the checkout, alone in a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    said(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder), cwd=PROJECT)
+    return next(folder.glob("*.whl"))
+
+
 class DebianRoot:
     """A root with packages; its mounts last until `close`."""
 
-    def __init__(self, folder: Path, suite: str, packages: str) -> None:
-        self.folder, self.suite, self.packages = folder, suite, packages
+    def __init__(self, folder: Path, suite: str, packages: str, arch: str = "amd64") -> None:
+        self.folder, self.suite, self.packages, self.arch = folder, suite, packages, arch
         self._mounted: list[Path] = []
         if os.geteuid() != 0:
             raise RootError("this needs root: it builds a Debian root with debootstrap and mounts into it")
@@ -41,14 +53,16 @@ class DebianRoot:
         """Make what is missing: the base, the packages, and what the shell script `then` does once."""
         made = self.folder / "opt/made"
         if not made.exists():
-            print(f"== root: Debian {self.suite} in {self.folder}, about 5 min", file=sys.stderr)
+            minutes = 5 if self.arch == "amd64" else 15  # emulated
+            print(f"== root: Debian {self.suite} in {self.folder}, about {minutes} min", file=sys.stderr)
             if shutil.which("debootstrap") is None:
                 said("apt-get", "-qq", "update")
                 said("apt-get", "-qq", "install", "-y", "debootstrap")
             if any(os.path.ismount(self.folder / name) for name in ("proc", "dev", SOURCE.lstrip("/"))):
                 raise RootError(f"{self.folder}: half made, and still mounted into; expected no mounts; umount proc, dev and vkback in it")
             shutil.rmtree(self.folder, ignore_errors=True)
-            said("debootstrap", "--variant=minbase", "--include=ca-certificates", self.suite, str(self.folder))
+            base = ("--variant=minbase", "--include=ca-certificates", f"--arch={self.arch}")
+            said("debootstrap", *base, self.suite, str(self.folder))
             for path in ("etc/resolv.conf", "etc/hosts", "etc/pip.conf", "etc/ssl/certs/ca-certificates.crt"):
                 if Path("/", path).exists():
                     (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +86,10 @@ class DebianRoot:
         if not os.path.ismount(place):
             said("mount", "--bind", source, str(place))
             self._mounted.append(place)
+
+    def inside(self, *argv: str) -> list[str]:
+        """A command line in the root, with nothing of this process's environment."""
+        return ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8", "chroot", str(self.folder), *argv]
 
     def shell(self, script: str) -> None:
         kept = {k: v for k, v in os.environ.items() if k.startswith(("PIP_", "SSL_", "REQUESTS_")) or k.lower().endswith("_proxy")}

@@ -28,7 +28,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from debian_root import PROJECT, SOURCE, DebianRoot, RootError, said
+from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip, said
 
 PACKAGES = (
     "wine wine64 mesa-vulkan-drivers libvulkan1 gcc-mingw-w64-x86-64 python3.13 libpython3.13-stdlib git ca-certificates"  # libpython: Lib
@@ -71,7 +71,7 @@ class WindowsRoot(DebianRoot):
         self.build()
         if not (self.python / "python.exe").exists():
             self.make_python()
-        wheel = self.wheel()
+        wheel = built_wheel(self.home / "dist")
         stamp = self.home / "installed"
         if not stamp.exists() or stamp.read_text() != wheel.name + str(wheel.stat().st_size):
             self.install(wheel)
@@ -105,13 +105,6 @@ class WindowsRoot(DebianRoot):
         )
         subprocess.run(self.wine("wineboot", "-i"), capture_output=True, check=False)
 
-    def wheel(self) -> Path:
-        """Of the checkout."""
-        dist = self.home / "dist"
-        shutil.rmtree(dist, ignore_errors=True)
-        said(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(dist), cwd=PROJECT)
-        return next(dist.glob("*.whl"))
-
     def install(self, wheel: Path) -> None:
         """The wheel and the packages that the tests need."""
         print("== packages", file=sys.stderr)
@@ -137,10 +130,6 @@ class WindowsRoot(DebianRoot):
         )
         for module in modules:
             module.write_bytes(module.read_bytes().replace(THEIRS, PATCHED))
-
-    def inside(self, *argv: str) -> list[str]:
-        """A command line in the root, with nothing of this process's environment."""
-        return ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root", "LANG=C.UTF-8", "chroot", str(self.folder), *argv]
 
     def wine(self, *argv: str, folder: str = SOURCE, **environment: str) -> list[str]:
         settings = {
@@ -171,11 +160,6 @@ def definition(name: str) -> str:
 
 def for_windows() -> list[str]:
     return ["--platform", "win_amd64", "--python-version", VERSION, "--implementation", "cp", "--only-binary=:all:"]
-
-
-def pip(*argv: str) -> None:
-    """By name, with this Python's pip. Raises RootError."""
-    said(sys.executable, "-m", "pip", argv[0], "--quiet", "--disable-pip-version-check", *argv[1:])
 
 
 def main() -> int:
