@@ -47,6 +47,15 @@ def test_drafts_are_had_only_where_they_pay() -> None:
     assert best_share(gains, {4: 2.1, 8: 9.0}, (2, 1.0), going=True) is None
     assert best_share(gains, {4: 0.0}, (2, 1.0), going=False) == (4, [2, 0]), "a time that is not known is guessed"
     assert best_share(gains, {4: 1.0}, (2, 0.0), going=False) is None, "nothing is known yet"
+    many = [tuple(1.0 + i for i in range(16))] * 2
+    assert best_share(many, {4: 0.0, 8: 0.0, 64: 0.0}, (2, 1.0), going=False) == (4, [1, 1]), (
+        "no step of a width that is far from all known"
+    )
+    assert best_share(many, {4: 1.2, 8: 0.0, 64: 0.0}, (2, 1.0), going=True) == (8, [3, 3])
+    assert best_share(many, {4: 1.9, 8: 0.0, 64: 0.0}, (2, 1.0), going=True) == (8, [3, 3]), (
+        "steps that take as long as their columns are many"
+    )
+    assert best_share(many, {4: 3.0, 8: 0.0}, (2, 1.0), going=True) is None
     assert best_share([(), ()], {4: 1.0}, (2, 1.0), going=True) is None
 
 
@@ -87,6 +96,21 @@ def test_the_scheduler_shares_out_what_a_step_has_left() -> None:
         assert all(step.count * (1 + c.drafts) <= 64 for c in step.columns), "a loop keeps so many tokens"
     taken = {i: sum(c.steps for step in found for c in step.columns if c.text.id == i) for i in range(3)}
     assert 2 * taken[1] == 240 > 3 * taken[0]
+
+
+def test_drafts_that_cost_time_rest() -> None:
+    s = scheduler()
+    for i in range(2):
+        s.add(Text(i, "", (1,), 300, gains=tuple(1.0 + k for k in range(8))))
+    drafted = plain = 0
+    while s.texts:
+        action = s.next()
+        assert isinstance(action, Step)
+        has = any(c.drafts for c in action.columns)
+        drafted, plain = drafted + has * action.count, plain + (not has) * action.count
+        seconds = action.count * (1.9 if has else 1.0)  # none of them is right
+        s.done_step(action, {c.text.id: [7] * min(c.steps, c.text.limit - len(c.text.made)) for c in action.columns}, {}, seconds)
+    assert 0 < drafted < 60 and plain > 240
 
 
 def test_a_lack_of_pages_takes_drafts_before_texts() -> None:

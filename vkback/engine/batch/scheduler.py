@@ -25,10 +25,13 @@ from typing import NamedTuple
 from vkback.checks import number, whole
 from vkback.engine.batch.pages import PagePool, PrefixCache
 from vkback.engine.batch.shares import DRAFT_WIDTHS, best_share
+from vkback.engine.drafts import LOSS_SHARE
 from vkback.errors import ModelError
 
 SUBMIT_SECONDS = 0.004
 """Work of one submit: long enough that submitting costs little of it, short enough that a client that leaves is noticed."""
+LOST_STEPS = 8
+"""Steps whose time drafts may cost before they rest."""
 KEPT_IDS = 64
 """Tokens that a text may make in a submit: as many as its loop keeps."""
 MAX_STEPS = 8
@@ -267,6 +270,8 @@ class Scheduler:
         """The same, of steps with drafts."""
         self._draft_widths: set[int] = set()
         """Columns of steps with drafts that were run."""
+        self._draft_saved = 0.0
+        """Seconds that steps with drafts took less than others would have, where they took more."""
         self._drafted = False
         """Whether the last step had drafts."""
         self._probed: dict[int, float] = {}
@@ -421,8 +426,12 @@ class Scheduler:
         self._steps.popleft()
         if not any(c.drafts for c in action.columns):
             self._step_seconds[action.width] = _smooth(self._step_seconds.get(action.width), seconds / action.count)
+            self._draft_saved = min(self._draft_saved + LOSS_SHARE * seconds, 0.0)
         elif action.width in self._draft_widths:
             self._draft_seconds[action.width] = _smooth(self._draft_seconds.get(action.width), seconds / action.count)
+            texts = len(action.columns)
+            plain = self.step_seconds(self.width(texts)) / texts
+            self._draft_saved = min(self._draft_saved + plain * sum(map(len, made.values())) - seconds, 0.0)
         else:  # drivers compile in the first one what they put off
             self._draft_widths.add(action.width)
         if self.limits.prompt_share < 1:
@@ -757,6 +766,8 @@ class Scheduler:
         """Columns of the program for a step of these texts with drafts, and the drafts of each; none where they do not pay."""
         limits, none = self.limits, (width, [0] * len(texts))
         if self.most_steps == 1 or limits.recurrent or not any(text.gains for text in texts):
+            return none
+        if self._draft_saved < -LOST_STEPS * self.step_seconds(width):
             return none
         widths = [n for n in limits.classes if len(texts) < n and (n in DRAFT_WIDTHS or n == width)]
         seconds = {n: self._draft_seconds.get(n, 0.0) or self.step_seconds(n) for n in widths}

@@ -4,6 +4,7 @@ most tokens for its time. Numbers alone; what a text gains by drafts is known fr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import log
 
 from vkback.engine.drafts import ENTRY, MOST, tokens_per_step
 
@@ -15,6 +16,9 @@ COUNTS = (1, 2, 3, 5, 7, 11, 15)
 
 GUESS = 0.35
 """A step of twice the columns is taken for 2^GUESS times as long before it was measured; on GPUs it takes less."""
+
+WIDER = 2
+"""A step is tried with so many times the columns of one that was measured, and no more."""
 
 
 def gains_of(hits: Sequence[bool], most: int = MOST) -> tuple[float, ...]:
@@ -63,8 +67,13 @@ def best_share(
     texts = len(gains)
     shared = allocation(gains, max(seconds) - texts)
     best, chosen = (1.0 if going else ENTRY) * texts / plain[1], None
+    known, power = plain, GUESS
     for width, took in sorted(seconds.items()):
-        time = took or plain[1] * max(1.0, width / plain[0]) ** GUESS
+        if not took and width > max(WIDER * known[0], 4):
+            break  # nobody knows what that takes: narrower ones tell first
+        time = took or known[1] * max(1.0, width / known[0]) ** power
+        if took and width > known[0]:
+            known, power = (width, took), max(power, log(took / plain[1], 2) / max(log(width / plain[0], 2), 1.0))
         more, shares = shared[min(width - texts, len(shared) - 1)]
         if more and (texts + more) / time > best:
             best, chosen = (texts + more) / time, (width, shares)
