@@ -36,12 +36,9 @@ def run(batch: Batch, requests: Sequence[Request]) -> tuple[float, list[list[int
             found[update.id] += update.tokens
         seconds = time.perf_counter() - begun - (batch.engine.compiled.seconds - compiled)
         best, texts = max(best, sum(map(len, found.values())) / seconds), list(found.values())
-        counts = DraftCounts(*(a - b for a, b in zip(words(batch.counters.drafts), words(before), strict=True)))
+        after = batch.counters.drafts
+        counts = DraftCounts(after.steps - before.steps, after.drafted - before.drafted, after.accepted - before.accepted)
     return best, texts, counts
-
-
-def words(counts: DraftCounts) -> tuple[int, int, int]:
-    return counts.steps, counts.drafted, counts.accepted
 
 
 def main(path: Path, sequences: Sequence[int]) -> None:
