@@ -260,6 +260,28 @@ def test_a_draft_model_changes_no_text(name: str, with_draft_model: Engine) -> N
 
 
 @pytest.mark.vulkan
+def test_drafts_end_before_a_token_of_too_little_probability(with_draft_model: Engine) -> None:
+    """The draft model is the target, so what it gives to each token of the text is known."""
+    engine, n = with_draft_model, 30
+    text = made(engine, PROMPT, Sampler(), Drafts(pinned=4, known=(-1,)), n)
+    engine.reset()
+    engine.prompt(PROMPT[:-1])
+    rows = [engine.decode_logits(token).astype(np.float64) for token in (PROMPT[-1], *text[:-1])]
+    sure = [float(1 / np.exp(row - row.max()).sum()) for row in rows]
+    p_min = float(np.sort(sure)[n // 2 - 1 : n // 2 + 1].mean())  # between two, half of them have it
+    assert made(engine, PROMPT, Sampler(), Drafts(3, pinned=4, model=True, p_min=p_min), n) == text
+    steps = drafted = at = 0
+    while at < n:
+        most = min(3, n - at - 1)
+        drafts = next((i for i in range(most) if sure[at + i] < p_min), most)
+        steps, drafted, at = steps + 1, drafted + drafts, at + drafts + 1
+    counts = engine.draft_counts
+    assert (counts.steps, counts.drafted) == (steps, drafted) and 0 < counts.accepted == counts.drafted
+    assert made(engine, PROMPT, Sampler(), Drafts(3, pinned=4, model=True, p_min=1.0), n) == text
+    assert engine.draft_counts.drafted == 0
+
+
+@pytest.mark.vulkan
 def test_a_draft_model_fills_the_context_and_rests_where_it_does_not_pay(with_draft_model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, n = with_draft_model, N_CTX - len(PROMPT) + 1
     text = made(engine, PROMPT, Sampler(), Drafts(pinned=4, known=(-1,)), n=n)

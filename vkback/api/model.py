@@ -102,6 +102,7 @@ def load(
     model_draft: str | Path | None = None,
     draft_max: int | None = None,
     draft_min: int = 0,
+    draft_p_min: float = 0.0,
     spec_pinned: int = 0,
     spec_earlier: bool = False,
     lora: LoraLike | Sequence[Given] | None = None,
@@ -125,6 +126,7 @@ def load(
               text has the same bits
     model_draft  a smaller model with the same vocabulary, whose tokens are the drafts
     draft_max, draft_min  drafts of a step, at most and at least
+    draft_p_min  probability that a draft model must give to a draft; those of a step end before one that has less
     spec_pinned  4, 8 or 16 tokens in every step: the text has the same bits whatever is drafted
     spec_earlier  drafts from earlier texts, too
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
@@ -145,6 +147,7 @@ def load(
         model_draft=model_draft,
         draft_max=draft_max,
         draft_min=draft_min,
+        draft_p_min=draft_p_min,
         spec_pinned=spec_pinned,
         spec_earlier=spec_earlier,
         lora=adapters_given(lora, lora_scale),

@@ -119,6 +119,12 @@ DraftMaxOption = Annotated[
 DraftMinOption = Annotated[
     int, typer.Option("--spec-draft-n-min", "--draft-min", "--draft-n-min", min=0, help="Fewer drafts than so many are not tried.")
 ]
+DraftPMinOption = Annotated[
+    float,
+    typer.Option(
+        "--spec-draft-p-min", "--draft-p-min", min=0.0, max=1.0, help="A draft model's drafts end before one with less probability."
+    ),
+]
 SpecPinnedOption = Annotated[
     int, typer.Option("--spec-pinned", min=0, help="4, 8 or 16 tokens in every step: the same bits whatever is drafted; slower.")
 ]

@@ -17,7 +17,7 @@ import numpy as np
 
 from vkback.device import Arena, BufferRange, Commands, Device
 from vkback.engine.drafts import CLASSES, DraftError
-from vkback.engine.sampler import Sampler, loop_state
+from vkback.engine.sampler import Sampler, loop_state, sure_kind
 from vkback.engine.token_programs import INPUT_BYTES, SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.models.registry import Model
 from vkback.ops.sampling.sample import LOOP_RING
@@ -86,11 +86,12 @@ class Drafter(ABC):
     """Makes the drafts of one target.
 
     count   drafts of a step
+    p_min   probability that it must give to a token, which ends the drafts of a step otherwise; 0: any
     """
 
     def __init__(self, device: Device, target: TokenPrograms, text: Callable[[], BufferRange]) -> None:
         """text: LOOKUP's."""
-        self.count = 0
+        self.count, self.p_min = 0, 0.0
         self._device, self._target, self._text = device, target, text
         self._arena: Arena | None = None
         self._copies: list[tuple[Commands, Commands]] = []
@@ -125,11 +126,11 @@ class Drafter(ABC):
     def close(self) -> None:
         """Give everything back."""
 
-    def begin(self, text: Sequence[int], count: int) -> None:
+    def begin(self, text: Sequence[int], count: int, p_min: float = 0.0) -> None:
         """Be ready for so many drafts of a step of a text, whose last token no one has read."""
         if count != self.count:
             self.forget()
-            self.count = count
+        self.count, self.p_min = count, p_min
         self.read(text[:-1])
         self._device.upload(self.programs.inputs["loop"], loop_state(Sampler(), []))
 
@@ -138,7 +139,7 @@ class Drafter(ABC):
         if not self._copies:
             self._record()
         into, out = self._copies[back]
-        return [into, self.programs.loop("greedy", self.tokens_per_step).commands(back), out]
+        return [into, self.programs.loop(sure_kind("greedy", self.p_min), self.tokens_per_step).commands(back), out]
 
     def timed_out(self, back: int) -> bool:
         """Whether a spin-wait timed out in that submit: its drafts and rows are worth nothing."""

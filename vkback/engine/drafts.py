@@ -62,6 +62,7 @@ class Drafts:
     pinned   columns of every step, also of those without drafts: every token then has the same bits whatever the drafts are. 0: as pays
     earlier  drafts also from texts that the engine has left
     model    drafts are those of the draft model, which the engine has
+    p_min    probability that it must give to a draft; the first one that has less, and those behind it, are none
     known    drafts by position of the text, -1 for none, in place of those that are found: for tests and measurements
     """
 
@@ -71,6 +72,7 @@ class Drafts:
     pinned: int = 0
     earlier: bool = False
     model: bool = False
+    p_min: float = 0.0
     known: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -1244,7 +1244,7 @@ class Engine:
             self.device.upload(inputs["bias"], run.sampler.bias(vocab))
             self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
         if run.drafts is not None and run.drafts.model and run.drafting and self._draft_model is not None:
-            self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1))
+            self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1), run.drafts.p_min)
         if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
             drafts = replace(run.drafts, known=(-1,), least=0) if run.needs_host else run.drafts  # the host gives them step by step
             self._draft_programs.begin([*self._fed, run.first], drafts, self._earlier if run.drafts.earlier else ())

@@ -40,6 +40,7 @@ class LoadOptions:
             file's own block that predicts the token after the next one (vkback/models/mtp.py)
     model_draft  a file of a smaller model with the same vocabulary, whose tokens are the drafts (spec_type "draft-simple")
     draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for, of a model 3
+    draft_p_min  probability that a draft model, or a block, must give to a draft, 0 to 1: those of a step end before one that has less
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
@@ -60,6 +61,7 @@ class LoadOptions:
     model_draft: str | Path | None = None
     draft_max: int | None = None
     draft_min: int = 0
+    draft_p_min: float = 0.0
     spec_pinned: int = 0
     spec_earlier: bool = False
     fusion: str = "all"
@@ -77,6 +79,7 @@ class LoadOptions:
         for name in ("draft_max", "draft_min", "spec_pinned"):
             value = getattr(self, name)
             self._set(name, None if value is None and name == "draft_max" else checks.whole(name, value, "a whole number, 0 or more", 0))
+        self._set("draft_p_min", checks.number("draft_p_min", self.draft_p_min, "a number from 0 to 1", 0, 1))
         if self.draft_max is not None and self.draft_min > self.draft_max:
             raise checks.wrong("draft_min", self.draft_min, f"at most draft_max, {self.draft_max}")
         if self.spec_pinned and self.spec_pinned not in CLASSES:
@@ -112,7 +115,8 @@ class LoadOptions:
         model = wanted in ("draft-simple", "draft-mtp")
         default = DRAFTS if model else MOST
         most = 0 if wanted == "none" else default if self.draft_max is None else min(self.draft_max, MOST)
-        return Drafts(most, min(self.draft_min, most), pinned=self.spec_pinned, earlier=self.spec_earlier, model=model)
+        how: dict[str, Any] = {"pinned": self.spec_pinned, "earlier": self.spec_earlier, "model": model, "p_min": self.draft_p_min}
+        return Drafts(most, min(self.draft_min, most), **how)
 
     def _set(self, name: str, value: Any) -> None:
         """The value as it is kept: numpy's numbers as Python's, words in lower case."""

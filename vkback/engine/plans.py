@@ -7,7 +7,7 @@ from dataclasses import replace
 from threading import Lock
 
 from vkback.engine.prompts import PromptHead, with_barriers
-from vkback.engine.sampler import CHAINED, CONSTRAINED, DRIED, PENALIZED, add_drafts, add_sampler
+from vkback.engine.sampler import CHAINED, CONSTRAINED, DRIED, PENALIZED, add_drafts, add_sampler, least_probability
 from vkback.events import log
 from vkback.graph import Graph, Part
 from vkback.models.builder import CacheTypes, Head, StateSlots
@@ -73,6 +73,7 @@ class Plans:
                     masked=CONSTRAINED in kind,
                     dried=DRIED in kind,
                     chained=CHAINED in kind,
+                    p_min=least_probability(kind),
                 )
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
@@ -82,7 +83,7 @@ class Plans:
         key = self.n_ctx, f"MTP, {kind}", 1
         if key not in self._schedules:
             graph = self._model.mtp_graph(self.n_ctx, self._cache)
-            add_sampler(graph, greedy=True)
+            add_sampler(graph, greedy=True, p_min=least_probability(kind))
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
 

@@ -181,6 +181,9 @@ class Sampler(ChainSettings):
         return Penalties(self.repeat_penalty, self.presence_penalty, self.frequency_penalty, last_n)
 
 
+SURE = ", at least "
+"""Of a draft model's tokens: before the probability that they must have."""
+
 PENALIZED, CONSTRAINED, DRIED, CHAINED = ", penalties", ", mask", ", dry", ", chain"
 """Parts of a kind of loop: logits are changed before the choice; some tokens are taken out; repetitions lose; a chain of samplers picks."""
 
@@ -197,14 +200,32 @@ def loop_kind(sampler: Sampler, constrained: bool = False) -> str:
     return ("greedy" if sampler.greedy else "sample") + "".join(part for part, there in parts.items() if there)
 
 
+def sure_kind(kind: str, p_min: float) -> str:
+    """A kind whose tokens are left out from the first on that has less than this probability; 0: none is."""
+    return f"{kind}{SURE}{p_min!r}" if p_min else kind
+
+
+def least_probability(kind: str) -> float:
+    """Of a kind's tokens."""
+    return float(kind.partition(SURE)[2] or 0)
+
+
 def add_sampler(
-    graph: Graph, *, greedy: bool, penalties_ctx: int | None = None, masked: bool = False, dried: bool = False, chained: bool = False
+    graph: Graph,
+    *,
+    greedy: bool,
+    penalties_ctx: int | None = None,
+    masked: bool = False,
+    dried: bool = False,
+    chained: bool = False,
+    p_min: float = 0.0,
 ) -> None:
     """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place.
 
     penalties_ctx  rows of the cache; with it PENALTIES comes before, which if masked takes tokens out
     dried          and DRY behind that
     chained        SAMPLE has a chain of samplers
+    p_min          DRAFT_P_MIN comes behind
     """
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
@@ -222,6 +243,8 @@ def add_sampler(
             graph.add("DRY", (logits, seen, loop, pos, dry), (logits, dry))
     state = (loop, tokens, pos, *((Tensor("chain", "F32", (CHAIN_WORDS,), "input"),) if chained else ()))
     graph.add("SAMPLE", (logits, *state), state, capacity=RING, greedy=greedy)
+    if p_min:
+        graph.add("DRAFT_P_MIN", (logits, loop), (loop,), capacity=RING, p_min=p_min)
 
 
 def draft_words(n_ctx: int) -> int:
