@@ -34,6 +34,10 @@ class FamilyPoint(tuple[Any, ...]):
         given |= named
         return super().__new__(cls, (given.get(name, neutral(kind)) for name, kind in FAMILIES[cls.family].set.items()))
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For pickle and copy, which would give `__new__` the whole tuple as the first value."""
+        return tuple(self)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self[self._fields.index(name)]

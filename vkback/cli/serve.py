@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from vkback.cli.chat import TemplateKwargsOption, template_text, template_variables, told_format
 from vkback.cli.embed import PoolingOption, pooling_named
+from vkback.cli.hosts import device_list
 from vkback.cli.interrupts import own_interrupts
 from vkback.cli.sampling import MinPOption, TempOption, TopKOption, TopPOption, with_samplers
 from vkback.cli.shell import (
@@ -45,6 +47,7 @@ from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
     from vkback.api import GenerateOptions
+    from vkback.server.app import Limits
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 LOCAL = ("127.0.0.1", "::1", "localhost")
@@ -139,6 +142,12 @@ def serve(
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     log_to_stderr()
+    listed = device_list(device)
+    if listed is not None and tensor_split is None:
+        hosts = hosts_of(host, allowed_hosts or [])
+        limits = Limits(max_body, max_tokens, max_time)
+        serve_cards(listed, host, port, hosts, limits, max_queue, api_key)
+        return
     how = load_options(
         ctx=ctx,
         tensor_split=shares(tensor_split),
@@ -199,6 +208,62 @@ def serve(
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))
     finally:
         worker.close()
+
+
+def serve_cards(
+    devices: Sequence[str], host: str, port: int, hosts: Sequence[str], limits: Limits, max_queue: int, api_key: str | None
+) -> None:
+    """An engine a card, each in a process of its own, behind one queue (vkback/server/front.py)."""
+    from vkback.device import devices_for
+    from vkback.server.app import HostCheck
+    from vkback.server.front import Front, run_front
+
+    found = devices_for(devices)
+    names = [f"{index}" + (f"/{again}" if again > 1 else "") for index, again in counted(index for index, _ in found)]
+    same = card_arguments(sys.argv[1:])
+    commands = [[sys.executable, "-m", "vkback.cli.serve_card", *same, "--device", str(index)] for index, _ in found]
+    share = max(1, (os.cpu_count() or 1) // len(found))
+    env = {"LP_NUM_THREADS": str(share)} if any(caps.software for _, caps in found) and not os.environ.get("LP_NUM_THREADS") else {}
+    if api_key is not None:
+        env["VKBACK_API_KEY"] = api_key
+    front = Front(names, commands, env, max_queue=max_queue, max_time_s=limits.request_s, max_body=limits.body_bytes, api_key=api_key)
+
+    def ready() -> None:
+        places = ", ".join(str(card.places) for card in front.balance.cards)
+        what = ", ".join(dict.fromkeys(caps.name for _, caps in found))
+        print(f"{len(found)} cards: {what}; up to {places} requests on each", file=sys.stderr, flush=True)
+        if host not in LOCAL and api_key is None:
+            print(f"vkback: warning: anybody who reaches {host} may use the model; --api-key asks for a key", file=sys.stderr)
+
+    with own_interrupts():
+        run_front(front, lambda app: HostCheck(app, hosts), host, port, ready, colours=colours_wanted(sys.stderr))
+
+
+def counted(indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Each index with how often it has come so far."""
+    seen: dict[int, int] = {}
+    for index in indices:
+        seen[index] = seen.get(index, 0) + 1
+        yield index, seen[index]
+
+
+OF_FRONT = ("--device", "-dev", "--host", "--port", "--max-queue", "--allowed-hosts", "--api-key")
+"""Options that a card's process does not get as they are."""
+
+
+def card_arguments(words: Sequence[str]) -> list[str]:
+    """The command line of a card's process, from that of the server: it listens on this machine alone, and the front has the queue."""
+    kept, skip = [], False
+    for word in words:
+        name = word.partition("=")[0]
+        if not skip and name not in OF_FRONT:
+            kept.append(word)
+        skip = not skip and word in OF_FRONT
+    return [*kept, "--host", "127.0.0.1", "--port", "0", "--max-queue", str(CARD_QUEUE), "--allowed-hosts", "*"]
+
+
+CARD_QUEUE = 1024
+"""What waits in a card's process is a text of several prompts or choices, which takes one place of the front's queue."""
 
 
 def told_parallel(count: int) -> str:

@@ -7,6 +7,7 @@ then starts it anew, so that a new process opens the device.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -101,7 +102,8 @@ def execute(function: str, args: Mapping[str, Any], topic: str) -> dict[str, Any
     if not module.startswith("vkback."):
         return {"error": f"[hosts] {function}: expected a function of vkback", "lost": False}
     try:
-        return {"value": getattr(import_module(module), name)(_station, args, _teller(topic))}
+        made = getattr(import_module(module), name)(_station, args, _teller(topic))
+        return {"value": json.loads(json.dumps(made))}  # plain, as a journal would give it back
     except (DeviceLost, DeviceTimeout) as e:
         threading.Timer(1.0, os._exit, (LOST_DEVICE,)).start()  # once the answer is on its way
         return {"error": str(e), "lost": True}
