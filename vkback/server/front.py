@@ -179,7 +179,7 @@ class Front:
 
     # -- the queue
 
-    async def _card_for(self, asked: _Asked, without: frozenset[int], only: int | None) -> int:
+    async def _card_for(self, asked: _Call, without: frozenset[int], only: int | None) -> int:
         """The card that a request may run on, in turn with other clients. Raises QueueFull, Unavailable and _Left."""
         if len(self._waiting) == 0 and (at_once := self.balance.pick(asked.blocks, without, only)) is not None:
             return at_once
@@ -311,7 +311,7 @@ class Front:
         fields = fields if isinstance(fields, dict) else {}
         only = await self._card_of_response(fields.get("previous_response_id"))
         left = asyncio.ensure_future(_leaves(receive))
-        asked = _Asked(
+        asked = _Call(
             (scope.get("client") or ("",))[0],
             prompt_blocks(fields),
             time.monotonic() + self._max_time_s,
@@ -356,14 +356,14 @@ class Front:
         """Ask a card and send its reply on. Raises CardGone where it is gone before anything was sent."""
         left = asyncio.ensure_future(_leaves(receive))
         try:
-            asked = _Asked("", (), time.monotonic() + self._max_time_s, left, _Out(send, False))
+            asked = _Call("", (), time.monotonic() + self._max_time_s, left, _Out(send, False))
             await self._answered(index, scope, asked, body)
         except _Left:
             return
         finally:
             left.cancel()
 
-    async def _answered(self, index: int, scope: Scope, asked: _Asked, body: bytes, *, keep_lost: bool = False) -> bool:
+    async def _answered(self, index: int, scope: Scope, asked: _Call, body: bytes, *, keep_lost: bool = False) -> bool:
         """Ask a card and send its reply on. False, with nothing sent, where it answers that its device was lost and keep_lost is wanted.
 
         Raises CardGone where it is gone before anything was sent, _Left when the client has left.
@@ -400,7 +400,7 @@ class Front:
         finally:
             reply.close()
 
-    async def _pass(self, index: int, reply: Reply, asked: _Asked) -> None:
+    async def _pass(self, index: int, reply: Reply, asked: _Call) -> None:
         """A stream, as it comes. Where its card goes, it ends with an error."""
         await asked.out.begin(reply)
         last, process = b"", self.processes[index].process
@@ -516,7 +516,7 @@ class _Left(Exception):  # noqa: N818  the name of a condition
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Call:
     """A request on its way. left: done when its client has left."""
 
     client: str
