@@ -3,7 +3,7 @@
 //   PROLOGUE_NORM  from shared memory: every workgroup reads its token's F32 x, multiplies it by the norm's weight and keeps it there
 //                  (quantized to Q8_1 on the integer path). Each workgroup repeats this work, but a dispatch and a barrier are saved. RMS norm;
 //                  with BIND_NORM_BIAS a layer norm with bias. With BIND_POST_NORM, x is first replaced by post_residual + rms_norm(x) *
-//                  post_norm; with BIND_SUM the first workgroup also stores that sum
+//                  post_norm; with BIND_SUM the first workgroup also stores that sum. Without BIND_NORM x is that sum
 //   PROLOGUE_COPY  from shared memory: every workgroup copies its rows of x there, as Q8_1 on the integer path,
 //                  as F32 (whole units) on the other
 // X_WITHOUT_SUMS: the decoder needs no sums of x, which then take no shared memory.
@@ -62,7 +62,9 @@ float norm_factor;
 
 // A thread holds THREAD_QUADS vec4 of x in registers until they are quantized.
 vec4 x_values[THREAD_QUADS];
+#ifdef BIND_NORM
 vec4 norm_values[THREAD_QUADS];
+#endif
 #ifdef BIND_NORM_BIAS
 vec4 norm_bias_values[THREAD_QUADS];
 #endif
@@ -75,7 +77,9 @@ vec4 post_residual_values[THREAD_QUADS];
 
 void fetch_norm(uint tid) {
     [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) {
+#ifdef BIND_NORM
         norm_values[j] = norm4[VALUE_AT(tid, j)];
+#endif
 #ifdef BIND_NORM_BIAS
         norm_bias_values[j] = norm_bias4[VALUE_AT(tid, j)];
 #endif
@@ -148,6 +152,13 @@ void prologue(uint tid) {
         x_values[j] = factor * x_values[j] * norm_values[j] + norm_bias_values[j];
         store_act(tid + uint(j * WG), x_values[j]);
     }
+    norm_factor = 1.0;
+    barrier();
+}
+#elif !defined(BIND_NORM)
+void prologue(uint tid) {
+    post_norm(tid);
+    [[unroll]] for (int j = 0; j < THREAD_QUADS; j++) store_act(tid + uint(j * WG), x_values[j]);
     norm_factor = 1.0;
     barrier();
 }

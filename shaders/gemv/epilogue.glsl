@@ -1,4 +1,5 @@
-// Epilogue of a GEMV: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU or gelu; stored as F32 or Q8_1.
+// Epilogue of a GEMV: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU or gelu, gelu times a multiplier where
+// there is one (its sum then has a scale); stored as F32 or Q8_1.
 #if GELU
 #include "elementwise/functions.glsl"
 #endif
@@ -11,6 +12,9 @@
 
 // Bias plus residual of this lane's output row. Loaded before the walk, which hides their latency.
 float addend[COLS];
+#ifdef BIND_MULTIPLIER
+float multiplier[COLS];
+#endif
 
 #ifdef BIND_BIAS
 // Bias of one row of this row group's matrix; with EXPERTS_SUMMED, the weighted sum of its experts' biases.
@@ -37,6 +41,16 @@ void fetch_addend() {
     const uint row = min(first_row + lane, p.m - 1u);
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
+#ifdef BIND_MULTIPLIER
+        const uint of = min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row;
+  #if SPINS_ON_PARTS
+        float value;
+        SPIN_UNTIL(value = multiplier1[of], arrived(value));
+        multiplier[c] = value;
+  #else
+        multiplier[c] = multiplier1[of];
+  #endif
+#endif
 #ifdef BIND_BIAS
         addend[c] += bias_of(row);
 #endif
@@ -61,6 +75,14 @@ uint output_row() {
     return lane < ROWS && (lane & GLU) == 0 ? lane >> GLU : ROWS;
 #endif
 }
+
+#ifdef BIND_MULTIPLIER
+#define SCALED(sum) (p.scale * (sum))
+#define TIMES(v, c) ((v) * multiplier[c])
+#else
+#define SCALED(sum) (sum)
+#define TIMES(v, c) (v)
+#endif
 
 #if PROLOGUE == PROLOGUE_NORM
 #define NORMED(sum) (norm_factor * (sum))
@@ -91,9 +113,9 @@ float apply_epilogue(uint tid, uint buf, uint c) {
 #elif GLU
     return gate / (1.0 + exp(-gate)) * up;
 #elif GELU && PARTIALS > 1
-    return gelu(NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c]);
+    return TIMES(gelu(SCALED(NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c))) + addend[c]), c);
 #elif GELU
-    return gelu(NORMED(total[c]) + addend[c]);
+    return TIMES(gelu(SCALED(NORMED(total[c])) + addend[c]), c);
 #elif PARTIALS > 1
     return NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c];
 #else

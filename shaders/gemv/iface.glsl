@@ -11,6 +11,7 @@
 //   BIND_POST_RESIDUAL   F32 [k]                    added to the result of that norm
 //   BIND_SUM             F32 [k], out               the sum of the two
 //   BIND_BIAS            F32 [rows of W]            with experts, the rows of all experts
+//   BIND_MULTIPLIER      F32 [tokens][output rows]  what gelu makes is multiplied by it
 //   BIND_RESIDUAL        F32 [tokens][output rows]  added to y
 //   BIND_IDS             I32 [tokens][N_USED]       chosen experts
 //   BIND_EXPERT_WEIGHTS  F32 [tokens][N_USED]       their weights (EXPERTS_SUMMED)
@@ -32,6 +33,9 @@ layout(push_constant) uniform Push {
     uint y_units;   // units in a row of y (Y_Q8_1)
     uint x_slots;   // rows of x per token: 1, which its experts share, or N_USED, one for each of them
     float eps;      // of the norm in the prologue
+#ifdef BIND_MULTIPLIER
+    float scale;    // of the sums that gelu takes
+#endif
 } p;
 
 #if X_TYPE == X_F32
@@ -65,6 +69,9 @@ layout(std430, set = 0, binding = BIND_SUM) writeonly buffer Sum { vec4 sum4[]; 
 #endif
 #ifdef BIND_BIAS
 layout(std430, set = 0, binding = BIND_BIAS) readonly buffer Bias { float bias1[]; };
+#endif
+#ifdef BIND_MULTIPLIER
+layout(std430, set = 0, binding = BIND_MULTIPLIER) SYNC_INPUT buffer Multiplier { float multiplier1[]; };
 #endif
 #ifdef BIND_RESIDUAL
 layout(std430, set = 0, binding = BIND_RESIDUAL) SYNC_INPUT buffer Residual { float residual1[]; };

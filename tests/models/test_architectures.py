@@ -70,7 +70,7 @@ EXPERTS = DENSE.replace("ffn_swiglu-1", "ffn_moe_logits-1 | ffn_moe_swiglu-1 | f
 GPT2 = "Qcur_bias-1.heads.qkv | kqv_out-1 | ffn_inp-1 | ffn_gelu-1 | l_out-1"
 GEMMA3 = "Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
 """Norms behind products and what is added to them are in the prologues of the next products."""
-GEMMA4 = "Qcur-1 Kcur-1 Vcur-1 | Vcur_normed-1 | Qcur_rope-1 | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
+GEMMA4 = "Qcur_rope-1.qkv Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1 | attn_out-1 | ffn_geglu-1 | ffn_out-1"
 GPT_OSS = "Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_moe_logits_bias-1 | ffn_moe_swiglu_oai-1 | ffn_moe_swiglu_oai-1.q8_1 | l_out-1"
 """As many as of any other model with experts: biases, sinks, window and clamp cost no stage, and no buffer but their own."""
 DEEPSEEK2 = (
@@ -81,10 +81,10 @@ DEEPSEEK2 = (
 expert costs none."""
 SHARED = "Qcur_rope-1.qkv | kqv_out-1 | ffn_inp-1 | ffn_shexp_swiglu-1 ffn_moe_logits-1 | ffn_shared-1 ffn_moe_swiglu-1 | l_out-1"
 """Products with room for it leave their result as Q8_1."""
-WHOLE_NORMS = "Qcur-1 Kcur-1 Vcur-1 | Kcur_normed-1 Qcur_normed-1 | Qcur_rope-1 | kqv_out-1"
-"""Q and K normed over all heads: the norms, and RoPE behind them, are stages of their own."""
-POST_NORMS = "attn_out-1 | ffn_inp-1 | ffn_inp-1.q8_1 | ffn_swiglu-1 | ffn_out-1 | l_out-1 | l_out-1.q8_1"
-"""Products that read the sum as it is have no norm in their prologue: the norm before it is a stage of its own, as is rounding it."""
+WHOLE_NORMS = "Qcur_rope-1.qkv Qcur_rope-1.qkv Qcur_rope-1.qkv | kqv_out-1"
+"""Q and K normed over all heads, in attention. Their products stay apart: those of a prompt are."""
+POST_NORMS = "attn_out-1 | ffn_swiglu-1 | ffn_out-1"
+"""Norms behind products are in the prologue of the products that read the sum."""
 PARALLEL = "Qcur_rope-1.qkv ffn_swiglu-1 | kqv_out-1 | attn_residual-1 | l_out-1"
 """A stage less than in turn."""
 HUNYUAN = (
@@ -147,14 +147,23 @@ TOKENS = [
         barriers=6,
         layer=GEMMA3.replace("Qcur_rope-1.qkv Qcur_rope-1.qkv", "Qcur_rope-1.qkv"),
     ),
-    # The norm of V is a stage of its own; the scale of a layer's output is in the norms.
-    Token("gemma4-31b-Q8_0:6", "", 1 + 7 * 6 + 2 + 3, "GET_ROWS", 18, GEMMA4, {"QKV_ROPE_SET_ROWS": 6, "RMS_NORM": 6}),
+    # The norm of V is in attention, the scale of a layer's output in the norms.
+    Token("gemma4-31b-Q8_0:6", "", 1 + 5 * 6 + 2 + 3, "GET_ROWS ROPE_ANGLES ROPE_ANGLES", 6, GEMMA4, {"LINEAR": 37, "ATTN_DECODE": 6}),
+    # With per-layer embeddings a layer takes two stages more; the last 18 of 42 have no K and V, and the norm and RoPE of Q to themselves.
+    Token(
+        "gemma4-e4b-Q4_K_M",
+        "gemma4 E4B Q4_K - Medium",
+        3 + 7 * 42 + 2 * 18 + 4,
+        "GET_ROWS GET_ROWS LINEAR ROPE_ANGLES ROPE_ANGLES SCALE",
+        45,
+        ops={"LINEAR": 302, "ATTN_DECODE": 24},
+    ),
     Token(
         "gemma4-26b-a4b-Q8_0:6",
         "",
-        1 + 12 * 6 + 2 + 3,
-        "GET_ROWS",
-        60,
+        1 + 10 * 6 + 2 + 3,
+        "GET_ROWS ROPE_ANGLES ROPE_ANGLES",
+        48,
         GEMMA4.partition("ffn_geglu")[0]
         + "ffn_geglu-1 ffn_moe_logits-1 | ffn_out-1 ffn_moe_weights-1 | ffn_moe_gate_up-1 ffn_moe_scales-1"
         + " | ffn_moe_geglu-1 ffn_moe_weights_scaled-1 | ffn_moe_out-1 | ffn_moe-1 | ffn_moe_combined-1",
@@ -184,21 +193,21 @@ TOKENS = [
     Token(
         "minimax-m2-230b-a10b-Q8_0:4",
         "",
-        1 + 8 * 4 + 2,
-        "GET_ROWS",
-        11,
+        1 + 6 * 4 + 2,
+        "GET_ROWS ROPE_ANGLES",
+        3,
         f"{WHOLE_NORMS} | ffn_inp-1 | ffn_moe_weights-1 | ffn_moe_swiglu-1 | l_out-1",
     ),
-    Token("olmo2-7b-Q8_0:4", "", 2 + 11 * 4, "GET_ROWS QUANTIZE_Q8_1", 25, f"{WHOLE_NORMS} | {POST_NORMS}"),
+    Token("olmo2-7b-Q8_0:4", "", 2 + 5 * 4 + 2, "GET_ROWS ROPE_ANGLES QUANTIZE_Q8_1", 3, f"{WHOLE_NORMS} | {POST_NORMS}"),
     Token(
         "exaone4-1.2b-Q8_0",
         "exaone4 1.2B Q8_0",
-        2 + 9 * 30,
+        2 + 5 * 30 + 2,
         "GET_ROWS ROPE_ANGLES QUANTIZE_Q8_1",
-        121,
+        3,
         f"Qcur_rope-1.qkv | kqv_out-1 | {POST_NORMS}",
     ),
-    Token("exaone4-32b-Q8_0:4", "", 2 + 9 * 4, "GET_ROWS ROPE_ANGLES QUANTIZE_Q8_1", 17),
+    Token("exaone4-32b-Q8_0:4", "", 2 + 5 * 4 + 2, "GET_ROWS ROPE_ANGLES QUANTIZE_Q8_1", 3),
     # Heads of 80 are not whole units of 32.
     Token(
         "phi2-3b-Q8_0",

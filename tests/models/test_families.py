@@ -189,7 +189,9 @@ def test_norms_of_all_heads_are_not_taken_for_norms_of_each(tiny: Tiny) -> None:
     assert nodes["attn_post_norm-0"].inputs[1].name == "blk.0.post_attention_norm.weight"
     assert nodes["Qcur-0"].inputs[1].name == "inp_embd" and nodes["ffn_gate-0"].inputs[1].name == "ffn_inp-0"
     fused = fuse(Model.open(tiny("tiny-olmo2")).graph(1, 64, head="last"), planned_for("nvidia_h200_linux"))
-    assert [n.params["has_norm"] for n in fused if n.op == "QKV_ROPE_SET_ROWS"] == [False] * 3
+    assert [n.params.get("norm_all") for n in fused if n.op == "ATTN_DECODE"] == [True] * 3
+    prompt = fuse(Model.open(tiny("tiny-olmo2")).graph(8, 64, head="last"), planned_for("nvidia_h200_linux"))
+    assert [n.params["has_norm"] for n in prompt if n.op == "QKV_ROPE_SET_ROWS"] == [False] * 3
 
 
 def test_windows_of_olmo3_and_exaone4_and_cohere2(tiny: Tiny) -> None:

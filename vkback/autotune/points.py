@@ -76,7 +76,7 @@ class Task:
         p = self.problem
         return {
             "y": p.out,
-            "prologue": "norm" if "norm" in p.roles else "none",
+            "prologue": "norm" if {"norm", "post_norm"} & set(p.roles) else "none",
             "experts": p.experts,
             "glu": p.glu,
             "n": p.n,

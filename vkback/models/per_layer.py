@@ -33,14 +33,16 @@ def per_layer_vectors(b: GraphBuilder, x: Tensor, width: int) -> None:
     b.graph.emit("ADD", PLE, "F32", shape, (made, b.view(own, shape)))
 
 
-def per_layer_part(b: GraphBuilder, x: Tensor, il: int, width: int) -> Tensor:
-    """What the tokens' vectors of layer `il` add to the stream x."""
+def per_layer_part(b: GraphBuilder, x: Tensor, il: int, width: int, scale: float = 1.0) -> Tensor:
+    """What the tokens' vectors of layer `il` add to the stream x. scale: what the published stream is of x."""
     hp = b.hp
     whole = Tensor(PLE, "F32", (b.n, hp.n_layer, width))
     view = View(il * width, (b.n, width), (hp.n_layer * width, 1))
     own = b.graph.emit("CONT", f"inp_per_layer-{il}", "F32", (b.n, width), (whole,), view=view)
     own = b.last_token(own, il, "inp_per_layer_last")
     gate = b.linear(x, f"blk.{il}.inp_gate", width, f"per_layer_gate-{il}")
+    if scale != 1.0:
+        gate = b.graph.emit("SCALE", f"per_layer_gate_scaled-{il}", "F32", gate.shape, (gate,), scale=scale, bias=0.0)
     y = b.graph.emit("GEGLU", f"per_layer_geglu-{il}", "F32", gate.shape, (gate, own))
     y = b.linear(y, f"blk.{il}.proj", hp.n_embd, f"per_layer_out-{il}")
     return rms_norm(b, y, f"blk.{il}.post_norm", f"per_layer_embd_out-{il}", plain=f"per_layer_out_rms-{il}")

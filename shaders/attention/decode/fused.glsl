@@ -6,7 +6,9 @@
 // All loads are issued before the first is used, and none depends on pos.
 //
 //   BIND_ANGLES               vec4 [ROPE_PAIRS / 2]: (cos, sin) of two neighbouring pairs (rope/angles.comp). ROPE_PAIRS 0: no RoPE
-//   BIND_Q_NORM, BIND_K_NORM  F32 [HD] (HAS_NORM): weights of the norms
+//   BIND_Q_NORM, BIND_K_NORM  F32 [HD] (HAS_NORM): weights of the norms; with NORM_ALL F32 [heads * HD], of norms over all heads of Q or K,
+//                             whose squares every workgroup adds up by itself
+//   NORM_V                    the new value is RMS-normed, without a weight
 
 #include "rope/slots.glsl"
 #include "cache/f16_bits.glsl"
@@ -130,12 +132,50 @@ void prefetch_heads(uint tid, uint head0, uint kv) {
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
             const uvec2 at = places(min(j * HEAD_LANES + tid % HEAD_LANES, SLOTS - 1));
             const bool query = i * HEADS_AT_ONCE + tid / HEAD_LANES < HEADS;
-            norm_a[i][j] = query ? q_norm[at.x] : k_norm[at.x];
-            norm_b[i][j] = query ? q_norm[at.y] : k_norm[at.y];
+#if NORM_ALL
+            const uint from = (query ? head0 + i * HEADS_AT_ONCE + tid / HEAD_LANES : kv) * WORDS;
+#else
+            const uint from = 0u;
+#endif
+            norm_a[i][j] = query ? q_norm[from + at.x] : k_norm[from + at.x];
+            norm_b[i][j] = query ? q_norm[from + at.y] : k_norm[from + at.y];
         }
 #endif
     read_heads(tid, head0, kv);
 }
+
+#if NORM_ALL
+#define AT_ONCE 8u
+vec2 all_q[AT_ONCE], all_k[AT_ONCE];
+
+void read_all(uint first) {
+    const uint q_words = p.n_head * WORDS, k_words = p.n_head_kv * WORDS;
+    [[unroll]] for (uint i = 0; i < AT_ONCE; i++) {
+        const uint at = first + i * WG_SIZE;
+        all_q[i] = at < q_words ? qkv2[at] : vec2(0.0);
+        all_k[i] = at < k_words ? qkv2[q_words + at] : vec2(0.0);
+    }
+}
+
+#if SPINS
+bool all_arrived() {
+    bool valid = true;
+    [[unroll]] for (uint i = 0; i < AT_ONCE; i++) valid = valid && arrived(all_q[i]) && arrived(all_k[i]);
+    return valid;
+}
+#endif
+
+// 1 / rms of all heads of Q and of K.
+vec2 norms_of_all(uint tid) {
+    vec2 square = vec2(0.0);
+    for (uint first = tid; first < max(p.n_head, p.n_head_kv) * WORDS; first += AT_ONCE * WG_SIZE) {
+        SPIN_UNTIL(read_all(first), all_arrived())
+        [[unroll]] for (uint i = 0; i < AT_ONCE; i++) square += vec2(dot(all_q[i], all_q[i]), dot(all_k[i], all_k[i]));
+    }
+    const vec2 sums = vec2(wg_sum(square.x), wg_sum(square.y));
+    return inversesqrt(sums / vec2(HD * p.n_head, HD * p.n_head_kv) + p.eps);
+}
+#endif
 
 void put_query(uint head, uint place, vec2 v) {
     query4[head * OUT4 + (place >> 1)][2u * (place & 1u)] = p.scale * v.x;
@@ -176,9 +216,14 @@ void prepare(uint tid, uint head0, uint kv) {
     const uint row = uint(pos[0]);
 #endif
     const bool stores = owns_new && head0 % (p.n_head / p.n_head_kv) == 0;
+#if NORM_ALL
+    const vec2 norms = norms_of_all(tid);
+#endif
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
         const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
-#if HAS_NORM
+#if NORM_ALL
+        const float norm = head < HEADS ? norms.x : norms.y;
+#elif HAS_NORM
         float square = 0.0;
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) square += dot(head_a[i][j], head_a[i][j]) + dot(head_b[i][j], head_b[i][j]);
         const float norm = inversesqrt(group_sum(square, HEAD_LANES) / float(HD) + p.eps);
@@ -203,6 +248,13 @@ void prepare(uint tid, uint head0, uint kv) {
             }
         }
     }
+#if NORM_V
+    float value_square = 0.0;
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
+        if (i * WG_SIZE + tid < WORDS) value_square += dot(value_words[i], value_words[i]);
+    const float value_norm = inversesqrt(wg_sum(value_square) / float(HD) + p.eps);
+    [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) value_words[i] *= value_norm;
+#endif
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) {
         const uint place = i * WG_SIZE + tid;
         if (place < WORDS) put_value(kv, row, stores, place, value_words[i]);

@@ -3,8 +3,8 @@
 As gemma3, with norm weights as they are and an attention scale of 1. Layers with a sliding window have heads and a RoPE of their own; those
 that see all tokens may make V from the product that makes K, and RoPE does not turn most of their pairs (divisors of 1e30). V is
 RMS-normed without a weight. The last `attention.shared_kv_layers` layers have no K and V and attend to those of the last layer of their
-kind before them. The output of all layers may have a scale; where there are no per-layer embeddings it costs no stage, since the graph's
-stream is the published one divided by the scales so far (`scales_so_far`).
+kind before them. The output of all layers may have a scale; it costs no stage, since the graph's stream is the published one divided by the
+scales so far (`scales_so_far`).
 
 Mixture of experts: beside the dense feed-forward, on norms of their own; the router reads the same sum, normed without a weight, times
 `ffn_gate_inp.scale` / sqrt(n_embd), and an expert's part has a scale (`ffn_down_exps.scale`).
@@ -251,11 +251,10 @@ class Gemma4(Architecture):
         m = self.metadata
         self.n_per_layer = m.count(PER_LAYER, 0, least=0)
         self.has_scales = any(name.endswith(OUTPUT_SCALE) for name in f.tensors)
-        own = [1.0] * self.hp.n_layer if self.n_per_layer or not self.has_scales else output_scales(f, self.hp)
+        own = output_scales(f, self.hp) if self.has_scales else [1.0] * self.hp.n_layer
         self.so_far, self.rescaled = scales_so_far(own)
         self.hp = hp = scaled(replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0)), self.so_far)
-        if not self.n_per_layer:
-            self.unused_tensors |= {name for name in f.tensors if name.endswith(OUTPUT_SCALE)}
+        self.unused_tensors |= {name for name in f.tensors if name.endswith(OUTPUT_SCALE)}
         self.n_ff = m.of_layers("feed_forward_length", hp.n_layer)
         n_kv = m.of_layers("attention.head_count_kv", hp.n_layer)
         for il, n in enumerate(n_kv):
@@ -294,16 +293,13 @@ class Gemma4(Architecture):
         if self.hp.n_expert:
             y = self.with_experts(b, x, y, il)
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
-        if not self.n_per_layer:
-            x = b.add(y, x, f"l_out-{il}")
-            if self.rescaled[il] == 1.0:
-                return x
-            return b.graph.emit("SCALE", f"out_scaled-{il}", "F32", x.shape, (x,), scale=self.rescaled[il], bias=0.0)
-        x = b.add(y, x, f"ffn_residual-{il}")
-        x = b.add(per_layer_part(b, x, il, self.n_per_layer), x, f"per_layer_residual-{il}")
-        if not self.has_scales:
+        if self.n_per_layer:
+            x = b.add(y, x, f"ffn_residual-{il}")
+            y = per_layer_part(b, x, il, self.n_per_layer, self.so_far[il])
+        x = b.add(y, x, f"l_out-{il}")
+        if self.rescaled[il] == 1.0:
             return x
-        return b.graph.emit("MUL", f"l_out-{il}", "F32", x.shape, (x, self.hp.weight(f"blk.{il}.{OUTPUT_SCALE}", (1,))))
+        return b.graph.emit("SCALE", f"out_scaled-{il}", "F32", x.shape, (x,), scale=self.rescaled[il], bias=0.0)
 
     def eps(self, il: int) -> float:
         """Of norms of the stream that goes into layer `il`."""
@@ -403,6 +399,6 @@ def scaled(hp: HParams, so_far: Sequence[float]) -> HParams:
     divided by in the norms of what is added to it."""
     scales = {f"blk.{il}.ffn_gate_inp.scale": 1.0 / math.sqrt(hp.n_embd) for il in range(hp.n_layer)}
     for il, whole in enumerate(so_far[:-1]):
-        scales |= {f"blk.{il}.{norm}.weight": 1.0 / whole for norm in ("post_attention_norm", "post_ffw_norm") if whole != 1.0}
+        scales |= {f"blk.{il}.{norm}.weight": 1.0 / whole for norm in ("post_attention_norm", "post_ffw_norm", "post_norm") if whole != 1.0}
     scales |= PER_LAYER_SCALES
     return hp.with_scaled(scales)

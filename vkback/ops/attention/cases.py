@@ -493,6 +493,13 @@ class DecodeCases(Op):
         for seed, pos in enumerate((128, 127, 200), 75):
             yield self.build_case(8, 2, 64, 300, pos, "normal", True, False, "Q8_1", seed=seed, window=64, chunked=True)
         yield self.build_case(8, 2, 64, 320, 299, "normal", False, False, "F32", seed=78, n_dims=-1, window=100, page=32, chunked=True)
+        norms: tuple[dict[str, Any], ...] = ({"norm_all": True}, {"norm_v": True}, {"norm_all": True, "norm_v": True})
+        for seed, given in enumerate(norms, 80):
+            normed = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "Q8_1", seed=seed, **given)
+            yield normed
+            yield normed.where(sync="sentinel", **MANY_SPLITS[0])
+        yield self.build_case(4, 2, 80, 70, 33, "neox", False, False, "F32", seed=83, norm_v=True)
+        yield self.build_case(32, 32, 128, 40, 33, "normal", True, False, "F32", seed=84, norm_all=True, type_k="q8_0", type_v="q8_0")
         for seed, (pos, page, kind) in enumerate(
             ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
         ):
@@ -543,6 +550,8 @@ class DecodeCases(Op):
         page: int = 0,
         softcap: float = 0.0,
         chunked: bool = False,
+        norm_all: bool = False,
+        norm_v: bool = False,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
@@ -551,9 +560,12 @@ class DecodeCases(Op):
         beyond  "k", "v": the new row of the first kv head is beyond the range of its cache's type
         page    the caches hold two sequences in pages of so many rows, of which the token's is the second
         softcap of scores, 0: none; chunked: the window is one of chunks
+        norm_all  with norm: of all heads of Q or K at once; norm_v: V is normed, too
         """
         checked_softcap(softcap)
         checked_chunks(window, chunked)
+        if norm_all and not norm:
+            raise CaseLineError("norm_all=1: expected norm=1")
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
         if page and n_ctx % page:
@@ -574,7 +586,8 @@ class DecodeCases(Op):
                 return random_cache(rng, c.shape, before if garbage else None, stored)
 
             rotated = max(n_dims, 0) if n_dims else hd
-            weights = [*([("q_norm", hd), ("k_norm", hd)] if norm else []), *([("sinks", n_head)] if sinks else [])]
+            wide_q, wide_k = (hd * n_head, hd * n_head_kv) if norm_all else (hd, hd)
+            weights = [*([("q_norm", wide_q), ("k_norm", wide_k)] if norm else []), *([("sinks", n_head)] if sinks else [])]
             position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, rotated // 2, 2), "input")
             inputs = (qkv, position, *caches, *([angles] if rotated else []))
             inputs += tuple(Tensor(name, "F32", (size,), "weight") for name, size in weights)
@@ -602,7 +615,8 @@ class DecodeCases(Op):
                 "window": window,
             }
             params |= cache_params(kinds) | ({"softcap": softcap} if softcap else {}) | ({"chunked": True} if chunked else {})
-            if norm:
+            params |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v)) if given}
+            if norm or norm_v:
                 params["eps"] = 1e-6
             if page:
                 inputs += (Tensor("slots", "I32", (1,), "input"), Tensor("pages", "I32", pages.shape, "input"))
@@ -634,5 +648,6 @@ class DecodeCases(Op):
         shown |= {"page": page} if page else {}
         shown |= {"softcap": softcap} if softcap else {}
         shown |= {"chunked": True} if chunked else {}
+        shown |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v)) if given}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

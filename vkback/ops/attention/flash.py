@@ -10,9 +10,11 @@
                     With page the caches hold rows of several sequences in pages of so many: row r of token t's sequence is row r % page of
                     page pages[slots[t], r // page] (vkback/ops/attention/paged.py)
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
-                    [, q_norm, k_norm F32 [hd]] [, sinks F32 [n_head]] [, slots, pages] -> the same, cache_k, cache_v
+                    [, q_norm, k_norm F32 [hd], with norm_all [heads * hd]] [, sinks F32 [n_head]] [, slots, pages]
+                    -> the same, cache_k, cache_v
                     params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, chunked, softcap,
-                    eps], has_norm, has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
+                    eps], has_norm [, norm_all: over all heads of Q or K at once; norm_v: V is normed, too, without a weight],
+                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent), chunked those from p // window * window
@@ -255,7 +257,7 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + (n if page else 1) * attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
         flops=2 * n * n_head * rows * (hd + vd),
-        waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused)),
+        waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused), whole=bool(node.params.get("norm_all"))),
     )
 
 
@@ -270,11 +272,11 @@ def _unit_order(node: Node, out: Tensor, ctx: LowerContext) -> Defines:
     return {"OUT_UNITS": 1, "Y_STRIDE": stride, **order}
 
 
-def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool) -> SpinWaits:
-    """What the kernel of `_lower` waits for. Fused, for the heads of one token, which is never padding; else until what makes q has
-    arrived, which stores the rows of the caches, too."""
+def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool, *, whole: bool) -> SpinWaits:
+    """What the kernel of `_lower` waits for. Fused, for the heads of one token (whole: for all of Q and K), which is never padding; else
+    until what makes q has arrived, which stores the rows of the caches, too."""
     if fused:
-        return SpinWaits(part=(q.name,), own=tuple(splits))
+        return SpinWaits(whole=(q.name,), own=tuple(splits)) if whole else SpinWaits(part=(q.name,), own=tuple(splits))
     return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
 
 
@@ -422,6 +424,10 @@ class FlashAttnExt(FlashCases):
         return _tolerance(node) if prompt is None else attention_prompt.tolerance(prompt, node.outputs[0])
 
 
+OF_NORMS = frozenset({"norm_all", "norm_v"})
+"""Params of ATTN_DECODE that QKV_ROPE_SET_ROWS has not."""
+
+
 @register
 class AttnDecode(DecodeCases):
     """Norm, RoPE, cache store and attention of one token; see the module's text."""
@@ -438,8 +444,12 @@ class AttnDecode(DecodeCases):
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
         if params.get("has_norm"):
-            (q,), (k,) = (OPS["RMS_NORM"].reference([x], params) for x in (q, k))
+            flat = params.get("norm_all")
+            (q,), (k,) = (OPS["RMS_NORM"].reference([x.reshape(1, 1, -1) if flat else x], params) for x in (q, k))
             q, k = q * np.asarray(rest.pop(0), np.float64), k * np.asarray(rest.pop(0), np.float64)
+            q, k = q.reshape(1, heads, hd), k.reshape(1, kv, hd)
+        if params.get("norm_v"):
+            (v,) = OPS["RMS_NORM"].reference([v], params)
         cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
         q, k = (rotate_pairs(x, cos, sin, params["mode"]) for x in (q, k))
         cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
@@ -461,7 +471,8 @@ class AttnDecode(DecodeCases):
         paged = paged_inputs(node)
         rest = rest[: len(rest) - len(paged)]
         roles += ["sinks"] * (len(rest) - len(roles))
-        fused: Defines = {"HAS_NORM": int(has_norm), "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
+        norms = {"HAS_NORM": int(has_norm), "NORM_ALL": int(bool(params.get("norm_all"))), "NORM_V": int(bool(params.get("norm_v")))}
+        fused: Defines = {**norms, "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
         extra = [*zip(roles, rest, strict=True), *paged]
         return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
 
@@ -477,16 +488,18 @@ class AttnDecode(DecodeCases):
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """As of the plain chain, which makes its own angles."""
         inputs = tuple(dataclasses.replace(t, type="F16") if t.kind == "state" else t for t in node.inputs)
-        plain = dataclasses.replace(node, inputs=inputs, params={**node.params, "has_ff": False})
+        params = {key: value for key, value in node.params.items() if key not in OF_NORMS}
+        plain = dataclasses.replace(node, inputs=inputs, params={**params, "has_ff": False})
         return total(cost_rule(n).arithmetic(n, n_kv) for n in self.unfused(plain))
 
     def unfused(self, node: Node) -> list[Node]:
         """None with frequency factors: they are in the angles already, and the plain op has no such input. Nor with quantized caches, into
-        which no plain op stores a part of a tensor. Nor with pages: the plain op stores a token in row pos."""
+        which no plain op stores a part of a tensor. Nor with pages: the plain op stores a token in row pos; and norms of OF_NORMS it has
+        not."""
         params = node.params
         qkv, pos, cache_k, cache_v, *extra = node.inputs
         extra = extra[1:] if params["n_dims"] else extra
-        if params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"} or params.get("page"):
+        if params.keys() & OF_NORMS or params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"} or params.get("page"):
             return []
         norms = 2 * bool(params.get("has_norm"))
         q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))

@@ -17,7 +17,8 @@ from vkback.ops.matmul.linear_node import INT_QUANTS, QUANTS
 
 LAYER_NORM = ("norm", "norm_bias")
 POST_NORM = ("norm", "post_norm", "post_residual")
-"""Roles of a fused layer norm, and of a fused post-norm + residual + norm."""
+POST_ALONE = ("post_norm", "post_residual")
+"""Roles of a fused layer norm, of a fused post-norm + residual + norm, and of the same without the norm."""
 
 
 def quick_fused() -> Iterator[Case]:
@@ -42,6 +43,8 @@ def quick_fused() -> Iterator[Case]:
         yield fused_case(quant, 100, 512, 1, (*LAYER_NORM, "bias"))
         yield fused_case(quant, 100, 512, 1, POST_NORM)
         yield fused_case(quant, 128, 512, 1, POST_NORM, glu=True, gelu=True, out="Q8_1")
+        yield fused_case(quant, 100, 512, 1, POST_ALONE)
+        yield fused_case(quant, 96, 512, 1, (*POST_ALONE, "multiplier"), gelu=True, out="Q8_1")
         for n in (1, 3, 35) if whole else (1,):
             yield fused_case(quant, 100, 256, n, ("bias",), gelu=True)
             yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out="Q8_1")
@@ -62,6 +65,7 @@ def quick_fused() -> Iterator[Case]:
         ("Q8_0", ("ids", "expert_weights", "residual"), False, "F32"),
         ("MXFP4", ("norm", "bias", "logits"), True, "Q8_1"),
         ("Q4_K", POST_NORM, True, "Q8_1"),
+        ("Q4_K", POST_ALONE, True, "Q8_1"),
         ("Q4_K", (*LAYER_NORM, "bias"), False, "F32"),
         ("F16", ("bias",), False, "F32"),
         ("F16", ("ids", "expert_weights", "residual"), False, "F32"),
@@ -277,13 +281,14 @@ def full_fused() -> Iterator[Case]:
                 yield fused_case(quant, 128, 256, n, roles, glu=True, out="Q8_1", act=act)
             for roles, n in product(((), ("bias",), ("bias", "ids")), (1, 3)):
                 yield fused_case(quant, 100, 256, n, roles, glu=True, oai=True, act=act)
-            for roles in (LAYER_NORM, (*LAYER_NORM, "bias"), POST_NORM, (*POST_NORM, "bias")):
+            for roles in (LAYER_NORM, (*LAYER_NORM, "bias"), POST_NORM, (*POST_NORM, "bias"), POST_ALONE):
                 yield fused_case(quant, 130, 512, 1, roles, act=act)
                 yield fused_case(quant, 128, 512, 1, roles, glu=True, gelu=True, out="Q8_1", act=act)
             for n, out in product((1, 4), ("F32", "Q8_1")):
                 yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out=out, act=act)
                 yield fused_case(quant, 128, 256, n, (), glu=True, gelu=True, out=out, act=act)
             for n in (1, 3):
+                yield fused_case(quant, 96, 256, n, ("multiplier",), gelu=True, act=act)
                 yield fused_case(quant, 96, 256, n, ("residual",), out="Q8_1", act=act)
                 yield fused_case(quant, 101, 256, n, ("bias",), split=(32, 32, 37), act=act)  # fewer values may miss the bound by chance
             yield fused_case(quant, 128, 512, 1, ("norm",), glu=True, out="Q8_1", act=act)

@@ -273,7 +273,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
 
     routes  its last workgroup is to choose experts
     """
-    norm = "norm" in node.extra
+    norm = node.norms_x
     sync = ctx.sync if node.n == 1 else "barrier"  # of several tokens none runs barrier-free
     choice = ctx.tuning.pick(
         "gemv",

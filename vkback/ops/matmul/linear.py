@@ -35,7 +35,7 @@ def spin_waits(node: LinearNode, config: GemvConfig) -> SpinWaits | None:
     if config.prologue == "none" or config.columns > 1 or node.n > 1:
         return None
     first = [node.extra[role].name for role in ("ids", "expert_weights", "logits") if role in node.extra]
-    residual = (node.extra["residual"].name,) if "residual" in node.extra else ()
+    residual = tuple(node.extra[role].name for role in ("multiplier", "residual") if role in node.extra)
     if node.experts == "heads" or (node.experts == "each" and len(node.x.shape) == 3 and node.x.shape[1] > 1):
         return SpinWaits(tuple(first), (node.x.name,), also_part=residual)
     also = (node.extra["post_residual"].name,) if "post_residual" in node.extra else ()
@@ -73,6 +73,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
         ceil_div(node.rows_total, 32),
         node.x.shape[1] if routed and len(node.x.shape) == 3 else 1,
         float(node.params.eps),
+        *((float(node.params.gelu_scale),) if "multiplier" in node.extra else ()),
     )
     whole = node.rows_total == (node.m >> node.glu) * (node.n_used if node.experts == "heads" else 1) and len(pieces) == 1
     weight_bytes = shard.layout.nbytes
@@ -109,7 +110,7 @@ def by_gemv(node: LinearNode, choice: ProductChoice, ctx: LowerContext) -> list[
     """The dispatches of a product by the GEMV kernels: x rounded to Q8_1 where nobody did, and a launch for each shard of the weight."""
     path, before = choice.path, list[Dispatch]()
     # A norm in the prologue takes x as floats, and rounds it there.
-    if path == "int" and node.x.type == "F32" and "norm" not in node.extra:
+    if path == "int" and node.x.type == "F32" and not node.norms_x:
         x8 = Tensor(f"{node.node.name}.x_q8_1", "Q8_1", node.x.shape)
         before = quantize_dispatch(node.x, x8, ctx)
         node = node.with_x(x8)
@@ -208,6 +209,8 @@ class Linear(Op):
             (y,) = OPS["GELU"].reference([y], {})
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
+        if "multiplier" in by:
+            y = y * by["multiplier"]
         if "residual" in by:
             y = y + by["residual"]
         return [y, *chosen]
@@ -224,7 +227,7 @@ class Linear(Op):
             return lower_node(gemv, choice, ctx)
         if gemv.chosen and (problem := choice_problem(node, ctx)):
             raise PlanError(f"[gemv] {node.name}: it cannot choose its experts: {problem}; give TOPK_MOE a node of its own")
-        if "norm" in gemv.extra:
+        if gemv.norms_x:
             problem = prologue_problem(gemv.w.type, gemv.k, gemv.n, choice.path, ctx, bindings(gemv))
             if problem:
                 raise PlanError(f"[gemv] {node.name}: x cannot be normed in the prologue: {problem}; give the norm a node of its own")

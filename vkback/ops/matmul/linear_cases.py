@@ -203,6 +203,7 @@ def linear_node(
         **{role: Tensor(role, "F32", (k,), "weight") for role in ("norm", "norm_bias", "post_norm")},
         "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
         "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
+        "multiplier": Tensor("multiplier", "F32", y.shape, "input"),
         "residual": Tensor("residual", "F32", y.shape, "input"),
         "ids": Tensor("ids", "I32", (n, used), "input"),
         "logits": Tensor("logits", "F32", (n, experts), "input"),

@@ -54,9 +54,13 @@ def unfused(node: Node) -> list[Node]:
         both = dataclasses.replace(halves, shape=(*lead, m))
         y = emit(params.glu_op, "glu", (*lead, m // 2), both, **params.clamp)
     elif params.gelu:
+        if params.gelu_scale != 1.0:
+            y = emit("SCALE", "scaled", y.shape, y, scale=params.gelu_scale, bias=0.0)
         y = emit("GELU", "gelu", y.shape, y)
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])
+    if "multiplier" in by:
+        y = emit("MUL", "multiplied", y.shape, y, by["multiplier"])
     if "residual" in by:
         y = emit("ADD", "added", y.shape, y, by["residual"])
     if out.type == "Q8_1":

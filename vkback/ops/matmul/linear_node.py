@@ -6,9 +6,10 @@
     x               F32 or Q8_1 [n, k]; with ids [n, 1 or n_used, k]; or F16 as gemm_pack.packed has it, which only GEMMs take
     norm            F32 [k]: x is RMS-normed and multiplied by it first (params: eps)
     norm_bias       F32 [k], with norm: the norm is a layer norm, and this is added behind it
-    post_norm       F32 [k], with norm: before that, x is RMS-normed, multiplied by this, and post_residual is added
+    post_norm       F32 [k]: before that norm, or without one, x is RMS-normed, multiplied by this, and post_residual is added
     post_residual   F32, shape of x, with post_norm. With the param `sum` that sum, F32 of its shape, is a further output
     bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
+    multiplier      F32, shape of the output, with gelu and without glu: multiplied into what gelu makes
     residual        F32, shape of the output: added to it
     ids             I32 [n, n_used]: the experts of each token
     logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
@@ -48,7 +49,19 @@ QUANTS = quants.WEIGHT_TYPES
 INT_QUANTS = frozenset(name for name in QUANTS if quants.quant(name).int_dot)
 """Types with an integer-dot path (UNIT_INTS in shaders/quant)."""
 
-FUSED_ROLES = ("norm", "norm_bias", "post_norm", "post_residual", "bias", "residual", "ids", "logits", "expert_weights", "selection_bias")
+FUSED_ROLES = (
+    "norm",
+    "norm_bias",
+    "post_norm",
+    "post_residual",
+    "bias",
+    "multiplier",
+    "residual",
+    "ids",
+    "logits",
+    "expert_weights",
+    "selection_bias",
+)
 """Optional inputs, in the order of their bindings. A route comes after them."""
 
 ROLES = ("w", "x", *FUSED_ROLES, "route", "units_norm", "squares")
@@ -83,6 +96,7 @@ class LinearParams:
     squares_eps  of the norm that the role "squares" is for
     x_shared     slots that share a row of x, where experts take it in unit order; None: as the shape of x says
     x_matrix_columns  of the matrices that such an x was packed for; 0: of its own kernel's
+    gelu_scale   with a multiplier: of the sums that gelu takes
     choice       params of TOPK_MOE, where it chooses its experts
     """
 
@@ -99,6 +113,7 @@ class LinearParams:
     squares_eps: float = 0.0
     x_shared: int | None = None
     x_matrix_columns: int = 0
+    gelu_scale: float = 1.0
     choice: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -110,7 +125,12 @@ class LinearParams:
             raise PlanError(f"[linear] LINEAR has no param {unknown[0]!r}; expected some of {', '.join((*PARAM_NAMES, *TOPK_PARAMS))}")
         if unknown := [role for role in roles if role not in ROLES]:
             raise PlanError(f"[linear] no input of LINEAR has the role {unknown[0]!r}; expected some of {', '.join(ROLES)}")
-        needed = {"roles": True, "eps": "norm" in roles, "squares_eps": "squares" in roles, "row0": "rows_total" in own}
+        needed = {
+            "roles": True,
+            "eps": bool({"norm", "post_norm"} & set(roles)),
+            "squares_eps": "squares" in roles,
+            "row0": "rows_total" in own,
+        }
         needed |= {key: "logits" in roles for key in ("n_used", "norm", "gating", "scale")}
         if missing := [key for key, needs in needed.items() if needs and key not in params]:
             raise PlanError(f"[linear] LINEAR with inputs {', '.join(roles)} lacks the param {missing[0]!r}")
@@ -200,6 +220,11 @@ class LinearNode:
     def with_x(self, x: Tensor) -> LinearNode:
         """The same with another x."""
         return replace(self, x=x)
+
+    @property
+    def norms_x(self) -> bool:
+        """Whether it brings x into shared memory normed."""
+        return bool({"norm", "post_norm"} & self.extra.keys())
 
     @property
     def glu(self) -> bool:

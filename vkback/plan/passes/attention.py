@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vkback.graph import Node, Tensor
@@ -201,14 +202,16 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
     """
     for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
         index = Index(nodes)
-        products = may_pack([index.producer.get(t.name) for t in fused.inputs[:3]], index)
+        taken = norms_of_decode(fused, index) if into_attention else DecodeNorms(fused.inputs[:3])
+        products = may_pack([index.producer.get(t.name) for t in taken.heads], index)
         if not products:
             continue
         n, heads, head_dim = fused.inputs[0].shape
         kv_heads = fused.inputs[1].shape[1]
         rows = [p.inputs[0].shape[0] for p in products]
         packed = Tensor(f"{fused.outputs[0].name}.qkv", "F32", (n, sum(rows)))
-        parts = packing(products, packed)
+        # Plans of more tokens, which do not take these norms in, read the weights one by one.
+        parts = packing(products, packed, apart=bool(taken.nodes))
         params = {**fused.params, "packed": True, "n_head": heads, "n_head_kv": kv_heads, "head_dim": head_dim}
         attention = next(a for a in index.consumers[fused.outputs[0].name] if a.op == "FLASH_ATTN_EXT")
         tail: list[Node]
@@ -219,21 +222,56 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
             if params.pop("has_rows", False):
                 extra.pop()  # the kernel finds the row by the page table
             norms, factors = extra[: 2 * params["has_norm"]], extra[2 * params["has_norm"] :]
+            norms, params = [*norms, *taken.weights], {**params, **taken.params}
             angles = [angles_node(nodes, pos, factors, params)] if params["n_dims"] else []
             inputs = (packed, pos, cache_k, cache_v, *(a.outputs[0] for a in angles), *norms, *attention.inputs[4:])
             tail = [*angles, Node("ATTN_DECODE", inputs, outputs, {**params, **attention.params})]
             tail = [n for n in tail if not any(n is there for there in nodes)]
-            nodes = replace(nodes, [*products, fused, attention], [*parts, *tail])
+            nodes = replace(nodes, [*products, *taken.nodes, fused, attention], [*parts, *tail])
         else:
             nodes = replace(nodes, [*products, fused], [*parts, Node(fused.op, (packed, *fused.inputs[3:]), fused.outputs, params)])
     return nodes
 
 
-def packing(products: Sequence[Node], packed: Tensor) -> list[Node]:
-    """Products of one x that write their rows one after the other into `packed`; neighbours of one type are one product."""
+@dataclass(frozen=True)
+class DecodeNorms:
+    """Norms before a QKV_ROPE_SET_ROWS of one token that its attention takes in, beside those of heads of Q and K.
+
+    heads    Q, K and V before them
+    nodes    that are gone then
+    weights  of ATTN_DECODE; params: the same
+    """
+
+    heads: tuple[Tensor, ...]
+    nodes: tuple[Node, ...] = ()
+    weights: tuple[Tensor, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+def norms_of_decode(fused: Node, index: Index) -> DecodeNorms:
+    """Those of V without a weight, and of all heads of Q and of K; all of one epsilon."""
+    q, k, v = fused.inputs[:3]
+    found = DecodeNorms((q, k, v))
+    eps = fused.params["eps"] if fused.params["has_norm"] else None
+    norm_q, norm_k = (index.one_use_producer(t, "RMS_NORM_MUL") for t in (q, k))
+    if eps is None and norm_q is not None and norm_k is not None and norm_q.params == norm_k.params:
+        (all_q, w_q), (all_k, w_k) = norm_q.inputs, norm_k.inputs
+        if w_q.elements == all_q.shape[-1] == q.elements and w_k.elements == all_k.shape[-1] == k.elements:
+            eps = norm_q.params["eps"]
+            found = DecodeNorms((all_q, all_k, v), (norm_q, norm_k), (w_q, w_k), {"has_norm": True, "norm_all": True, "eps": eps})
+    norm_v = index.one_use_producer(v, "RMS_NORM")
+    if norm_v is not None and norm_v.inputs[0].shape[-1] == v.shape[-1] and eps in (None, norm_v.params["eps"]):
+        params = {**found.params, "norm_v": True, "eps": norm_v.params["eps"]}
+        found = DecodeNorms((*found.heads[:2], norm_v.inputs[0]), (*found.nodes, norm_v), found.weights, params)
+    return found
+
+
+def packing(products: Sequence[Node], packed: Tensor, *, apart: bool = False) -> list[Node]:
+    """Products of one x that write their rows one after the other into `packed`; neighbours of one type are one product, unless they are to
+    stay apart."""
     rows = [p.inputs[0].shape[0] for p in products]
     parts: list[Node] = []
-    for run in _runs(products):
+    for run in [[p] for p in products] if apart else _runs(products):
         weights = [p.inputs[0] for p in run]
         biases = [p.inputs[2] for p in run if len(p.inputs) > 2]
         row0 = sum(rows[: products.index(run[0])])

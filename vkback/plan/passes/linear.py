@@ -78,6 +78,26 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return rewrite(nodes, outputs, match)
 
 
+def fuse_multiplier(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """GEGLU of a GEMV, scaled or not, and of what no GEMV makes -> the GEMV with gelu, times the other."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "GEGLU" or len(node.inputs) != 2:
+            return None
+        scale = index.one_use_producer(node.inputs[0], "SCALE")
+        scale = scale if scale is not None and scale.params["bias"] == 0.0 else None
+        gemv = index.one_use_producer(scale.inputs[0] if scale is not None else node.inputs[0], "LINEAR")
+        other = index.producer.get(node.inputs[1].name)
+        if gemv is None or gemv.params["roles"] != ("w", "x") or activated(gemv) or (other is not None and other.op == "LINEAR"):
+            return None
+        params = {**gemv.params, "gelu": True} | ({"gelu_scale": scale.params["scale"]} if scale is not None else {})
+        multiplier = dataclasses.replace(node.inputs[1], shape=node.outputs[0].shape)
+        gone = [gemv, *([scale] if scale is not None else []), node]
+        return gone, _gemv(inputs_by_role(gemv) | {"multiplier": multiplier}, node.outputs[0], params)
+
+    return rewrite(nodes, outputs, match)
+
+
 def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """GELU of a GEMV with a bias or none."""
 
@@ -167,17 +187,18 @@ def _bindings(gemv: Node) -> int:
 
 
 def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """Move a post-norm and its residual into the prologue of the products that norm the result. The first product also writes the sum,
-    for later readers."""
+    """Move a post-norm and its residual into the prologue of the products that read the result, or its norm. The first product also writes
+    the sum, for later readers."""
     index = Index(nodes, outputs)
     for post in [n for n in nodes if n.op == "RMS_NORM_MUL_ADD"]:
         x, w, residual = post.inputs
         readers = [r for r in index.consumers.get(post.name, []) if r.op == "LINEAR" and r.inputs[1].name == post.name]
         roles = [r.params["roles"] for r in readers]
-        able = all("norm" in r and not {"norm_bias", "post_norm", "logits"} & set(r) for r in roles)
-        same_eps = all(r.params.get("eps") == post.params["eps"] for r in readers)
+        able = all(not {"norm_bias", "post_norm", "logits", *(() if "norm" in r else ("ids",))} & set(r) for r in roles)
+        same_eps = all(r.params.get("eps", post.params["eps"]) == post.params["eps"] for r in readers)
         read_as_more = any(t.name == post.name for r in readers for t in r.inputs[2:])
-        fit = all(_bindings(r) + 3 <= ctx.caps.max_storage_bindings for r in readers)
+        n, k = prod(post.outputs[0].shape[:-1]), post.outputs[0].shape[-1]
+        fit = not any(prologue_problem(r.inputs[0].type, k, n, _x_path(r, ctx), ctx, _bindings(r) + 3) for r in readers)
         if not (readers and able and same_eps and fit) or read_as_more:
             continue
         # Who else reads the sum must come behind the GEMV that stores it.
@@ -191,7 +212,7 @@ def post_norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerCon
             by = inputs_by_role(r)
             shape = by["x"].shape
             by |= {"x": dataclasses.replace(x, shape=shape), "post_norm": w, "post_residual": dataclasses.replace(residual, shape=shape)}
-            new = _gemv(by, r.outputs[0], r.params, r.choice)
+            new = _gemv(by, r.outputs[0], {**r.params, "eps": post.params["eps"]}, r.choice)
             if stored and i == 0:
                 new = dataclasses.replace(new, outputs=(*r.outputs, post.outputs[0]), params={**new.params, "sum": True})
             nodes = [new if n is r else n for n in nodes]
@@ -221,7 +242,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
             for r in readers
             if r.op in ("LINEAR", "LINEAR_HEADS")
             and r.inputs[1].name == tensor.name
-            and "norm" not in r.params.get("roles", ())
+            and not {"norm", "post_norm"} & set(r.params.get("roles", ()))
             and choice_of(LinearNode.of(r), ctx).x_type == "Q8_1"
         ]
         if not wants:
