@@ -37,6 +37,7 @@ os.environ.setdefault("GALLIVM_PERF", "nopt")
 not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
 
 os.environ["TERM"] = "xterm"
+os.environ["COLUMNS"] = "80"
 for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 """What is written to a terminal depends on the terminal that a test gives, not on the one that started it, or on none."""

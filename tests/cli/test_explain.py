@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from kernel_paths import planned_for, with_params
@@ -21,7 +22,8 @@ from vkback.ops.op import OPS
 def explain(*arguments: str) -> tuple[int, str]:
     """Exit code and text, what did not fit a line put back into it."""
     ran = CliRunner().invoke(cli.app, ["explain", *arguments])
-    assert all(len(line) <= WIDTH for line in ran.output.splitlines())
+    told = ran.output.partition("a rule of your own goes to ")[0]  # rows of a table are to be copied
+    assert all(len(line) <= WIDTH for line in told.splitlines())
     code = getattr(ran.exception, "exit_code", ran.exit_code)
     return code, ran.output.replace("\n" + CONTINUED, " ") + ("" if ran.exception is None else str(ran.exception))
 
@@ -59,6 +61,33 @@ def test_a_product_of_a_token_without_barriers_has_rows_and_a_kernel_of_its_own(
     assert "SPINS" not in explain(case, "--profile", "nvidia_h200_linux", "-v")[1]
 
 
+def test_a_rule_of_ones_own_says_where_it_goes_and_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    arguments = ("MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "nvidia_h200_linux")
+    (tmp_path / "device_nvidia_h100.toml").write_text('[[gemv]]\nset = { wg = 64 }\nmeasured = "x"\n')
+    text = explain(*arguments)[1]
+    file = tmp_path / "device_nvidia_h200.toml"
+    assert f"a rule of your own goes to {file}:" in text
+    assert "this device does not read device_nvidia_h100.toml beside it" in text
+    rows = [
+        line.strip() for line in text.partition("a rule of your own goes to ")[2].splitlines()[1:] if not line.startswith("this device")
+    ]
+    file.write_text("\n".join(rows).replace("wg = 1024", "wg = 256"))
+    told = json.loads(CliRunner().invoke(cli.app, ["explain", *arguments, "--json"]).output)
+    chosen = next(c for c in told["choices"] if c["family"] == "gemv")
+    assert chosen["chosen"]["wg"] == "256" and chosen["rows"][0]["where"].startswith(str(file))
+    assert told["own_rule"]["file"] == str(file)
+
+
+def test_lines_are_whole_where_no_terminal_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ["explain", "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)", "--profile", "nvidia_h200_linux"]
+    for columns, widest in (("80", 80), ("120", 120), ("", 1000)):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = CliRunner().invoke(cli.app, case).output.partition("a rule of your own")[0].splitlines()
+        assert max(map(len, lines)) <= widest
+        assert any(line.startswith(CONTINUED) for line in lines) == bool(columns)
+
+
 def refused(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
@@ -74,12 +103,12 @@ def test_every_recorded_device_is_explained_and_planned_as_json(profile: str) ->
         ran = CliRunner().invoke(cli.app, ["explain", case, "--profile", profile, "--json"])
         assert ran.exit_code == 0, ran.exception
         told = json.loads(ran.output, parse_constant=refused)
-        assert told["device"] == caps.name and told["unknown"] == list(caps.unknown) and told["dispatches"]
+        assert told["device"] == caps.name and list(told["unknown"]) == list(caps.unknown) and told["dispatches"]
         text = explain(case, "--profile", profile)[1]
         assert all(f"adjusted: {each}" in text for d in told["dispatches"] for each in d["adjusted"])
     ran = CliRunner().invoke(cli.app, ["plan", "--shape", "tiny-llama-Q8_0", "--profile", profile, "--json"])
     assert ran.exit_code == 0, ran.exception
-    assert json.loads(ran.output, parse_constant=refused)["unknown"] == list(caps.unknown)
+    assert list(json.loads(ran.output, parse_constant=refused)["unknown"]) == list(caps.unknown)
 
 
 def test_what_is_not_known_of_a_recorded_device_is_named() -> None:
@@ -87,9 +116,17 @@ def test_what_is_not_known_of_a_recorded_device_is_named() -> None:
     for command in (("explain", PRODUCTS[0]), ("plan", "--shape", "tiny-llama-Q8_0")):
         ran = CliRunner().invoke(cli.app, [*command, "--profile", "nvidia_rtx_3090_partial"])
         text = ran.output.replace("\n" + CONTINUED, " ")
-        assert "not known of this device: computeFullSubgroups, shaderIntegerDotProduct, " in text
-        assert "maxStorageBufferRange" in text and "shapes of cooperative matrices" in text and "minSubgroupSize" in text
-        assert "A feature counts as absent, a limit as the least that Vulkan allows: the device itself may run other kernels" in text
+        assert (
+            "not known of this device, so that it may itself choose other kernels (29 facts; a feature counts as absent, a limit as" in text
+        )
+        assert "shaderIntegerDotProduct, accelerated integer dot products: decides whether products take 8-bit activations" in text
+        assert "shapes of cooperative matrices: decides whether GEMMs and attention take cooperative matrices" in text
+        assert (
+            "maxComputeWorkgroupSubgroups: decides threads of a workgroup" in text
+            and "minStorageBufferOffsetAlignment: decides no kernel" in text
+        )
+        told = json.loads(CliRunner().invoke(cli.app, [*command, "--profile", "nvidia_rtx_3090_partial", "--json"]).output)
+        assert told["unknown"]["maxComputeWorkGroupInvocations"] == "threads of a workgroup" and told["unknown"]["shaderInt64"] is None
         assert "not known" not in CliRunner().invoke(cli.app, [*command, "--profile", "nvidia_h200_linux"]).output
     partial = {name for name in profile_ids() if len(Capabilities.from_profile(name).unknown) > 15}
     evidence = {name: json.loads((PROFILE_DIR / f"{name}.json").read_text())["evidence"] for name in profile_ids()}

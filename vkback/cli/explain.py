@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.shell import ActOption, DeviceOption, JsonOption, UsageError, act_of, sync_of
-from vkback.cli.terminal import defines_text, fit, kernel_text, unknown_lines
+from vkback.cli.terminal import defines_text, fit, kernel_text, unknown_data, unknown_lines
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities, Device
@@ -50,11 +50,12 @@ def explain(
         tables = Tuning.for_device(caps)
         ctx = context_for(case, LowerContext(caps, tables, act_of(act), sync_of(sync)))
         if as_json:
-            about = {"case": case.strip(), "device": caps.name, "unknown": list(caps.unknown), "tuning": identity(tables)}
-            return json.dumps({**about, **as_data(node, ctx, tables, library, here)}, indent=1)
+            about = {"case": case.strip(), "device": caps.name, "unknown": unknown_data(caps), "tuning": identity(tables)}
+            return json.dumps({**about, **as_data(node, ctx, tables, library, here), "own_rule": own_rule(node, ctx)}, indent=1)
         made = explanation(node, ctx, tables, library, here, verbose)
         heading = f"{case.strip()} on {caps.name} ({caps.vendor} {caps.architecture})"
-        return "\n".join(part for line in (heading, *unknown_lines(caps), *made) for part in fit(line))
+        fitted = [part for line in (heading, *unknown_lines(caps), *made) for part in fit(line)]
+        return "\n".join([*fitted, "", *own_rule_lines(own_rule(node, ctx))])
 
     if profile is not None:
         print(lines(Capabilities.from_profile(profile), None))
@@ -149,6 +150,40 @@ def as_data(node: Node, ctx: LowerContext, tables: Tuning, library: ShaderLibrar
             for d in dispatches
         ],
     }
+
+
+def own_rule(node: Node, ctx: LowerContext) -> dict[str, Any]:
+    """Where a rule of one's own for this case goes: the file that the device reads, a row for each family of tables that was asked, which
+    sets what is chosen now, and the tables of that folder that the device does not read."""
+    from vkback.ops.family import FAMILIES
+    from vkback.paths import user_tuning_root
+    from vkback.tuning.lookup import device_table
+    from vkback.tuning.table import row_lines
+
+    asked, _, _ = lowered(node, ctx)
+    folder, name = user_tuning_root(), device_table(ctx.caps)
+    kept = {family: (query, choice) for family, query, choice in asked if not FAMILIES[family].fixed}
+    rows = {
+        family: row_lines(family, {key: query[key] for key in OWN_KEYS if key in query} or query, dict(choice.params), "what you measured")
+        for family, (query, choice) in kept.items()
+    }
+    others = sorted(path.name for path in folder.glob("*.toml") if path.name != name) if folder and folder.is_dir() else []
+    return {"file": str(folder / name) if folder else name, "rows": rows, "not_read": others}
+
+
+OWN_KEYS = ("quant", "experts", "n", "m", "k", "n_head", "head_dim", "n_ctx")
+"""Match keys of a rule for one case, as far as its family has them."""
+
+
+def own_rule_lines(rule: Mapping[str, Any]) -> Iterator[str]:
+    """The same in words, ready to be copied."""
+    if not rule["rows"]:
+        return
+    yield f"a rule of your own goes to {rule['file']}:"
+    for lines in rule["rows"].values():
+        yield from (f"  {line}" for line in lines)
+    if rule["not_read"]:
+        yield f"this device does not read {', '.join(rule['not_read'])} beside it"
 
 
 def explanation(

@@ -21,9 +21,11 @@ from vkback.cli.shell import (
     bars,
     cache_rows,
     described_model,
+    model_path,
     one_of,
 )
-from vkback.cli.terminal import WIDTH, brief_kernel_text, defines_text, fit, shortened, unknown_lines
+from vkback.cli.terminal import TABLE, brief_kernel_text, defines_text, fit, shortened, unknown_data, unknown_lines
+from vkback.terminal import columns
 
 if TYPE_CHECKING:
     from vkback.plan.cost.forecast import Costs, Wait
@@ -52,6 +54,10 @@ def plan(
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
     act: ActOption = "auto",
     compile_only: CompileOnlyOption = False,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--diff", metavar="A B", help="Choices that differ between builds, tables or recorded devices, over all of these."),
+    ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Load the model and time every stage.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="The op, the reason and all defines of each kernel.")] = False,
@@ -65,6 +71,16 @@ def plan(
     from vkback.timing.stages import device_costs, measure_stages, profile_costs
     from vkback.tuning.lookup import Tuning, identity
 
+    if diff is not None:
+        from vkback.cli.plan_diff import diff as print_diff
+
+        if device is not None or measure:
+            raise UsageError("--diff excludes --device and --measure: it plans for recorded devices (--profile takes one of them)")
+        if model is not None and shape is not None:
+            raise UsageError("--shape and --model exclude each other: one is the shape of a model, the other a file")
+        planned = shape or (str(model_path(model).absolute()) if model else None)
+        print_diff(diff, device=profile, model=planned, tokens=tokens, as_json=as_json, verbose=verbose)
+        return
     if device is not None and profile is not None:
         raise UsageError("--device and --profile exclude each other: one is a device that is here, the other one that was recorded")
     if measure and profile is not None:
@@ -87,7 +103,7 @@ def plan(
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=bars(not as_json)) if here and measure else None
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
-        about = {"device": caps.name, "unknown": list(caps.unknown), "model": name, "tuning": identity(tables)}
+        about = {"device": caps.name, "unknown": unknown_data(caps), "model": name, "tuning": identity(tables)}
         print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
         return
     print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose)]))
@@ -175,7 +191,7 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
 def _row(stage: str, node: str, kernel: str, groups: str, kilobytes: str, figures: str) -> str:
     """A line as wide as a terminal, what the figures leave for the kernel; workgroups, where they are wanted, beside them."""
     end = (f" {groups:>7}" if groups else "") + f" {kilobytes:>7} {figures}"
-    room = WIDTH - 5 - 1 - NODE - 1 - len(end)
+    room = min(columns(), TABLE) - 5 - 1 - NODE - 1 - len(end)
     kernel = kernel if len(kernel) <= room else kernel[: room - 1] + "~"
     return f"{stage:>5} {shortened(node, NODE):{NODE}} {kernel:{room}}{end}".rstrip()
 

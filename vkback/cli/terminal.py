@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from vkback.terminal import redraws
+from vkback.terminal import NARROWEST, columns, redraws
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from vkback.device import Capabilities
     from vkback.shader import Variant
 
-WIDTH = 80
-"""Columns of the narrowest terminal that tables are made for."""
+WIDTH = NARROWEST
+
+TABLE = 120
+"""Columns of a table in a file."""
 
 CONTINUED = " " * 12
 """Before what did not fit the line."""
@@ -68,18 +70,33 @@ def defines_text(variant: Variant) -> str:
 
 
 def unknown_lines(caps: Capabilities) -> list[str]:
-    """What a plan for a recorded device had to guess; nothing where all is known."""
+    """What a plan for a recorded device had to guess, and what hangs on it; nothing where all is known."""
     if not caps.unknown:
         return []
+    from vkback.device.capabilities import DECIDES
+
+    by_choice: dict[str, list[str]] = {}
+    for name in caps.unknown:
+        by_choice.setdefault(DECIDES.get(name, ""), []).append(name)
+    none = by_choice.pop("", [])
     return [
-        f"not known of this device: {', '.join(caps.unknown)}. A feature counts as absent, a limit as the least that Vulkan allows: the "
-        "device itself may run other kernels"
+        f"not known of this device, so that it may itself choose other kernels ({len(caps.unknown)} facts; a feature counts as absent, a "
+        "limit as the least that Vulkan allows):",
+        *(f"  {', '.join(names)}: decides {choice}" for choice, names in by_choice.items()),
+        *([f"  {', '.join(none)}: decides no kernel"] if none else []),
     ]
 
 
+def unknown_data(caps: Capabilities) -> dict[str, str | None]:
+    """The same as plain values: by name what it decides, null where that is no kernel."""
+    from vkback.device.capabilities import DECIDES
+
+    return {name: DECIDES.get(name) for name in caps.unknown}
+
+
 def fit(line: str) -> Iterator[str]:
-    """A line cut between words where it is wider than WIDTH."""
-    yield from textwrap.wrap(line, WIDTH, subsequent_indent=CONTINUED, break_long_words=False, break_on_hyphens=False) or [""]
+    """A line cut between words where it is wider than the terminal; whole in a file or a pipe."""
+    yield from textwrap.wrap(line, columns(), subsequent_indent=CONTINUED, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def shortened(text: str, width: int) -> str:

@@ -275,8 +275,8 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
             override_rows(against)
             before = os.environ.get("VKBACK_OVERRIDES", "")
             side = own_side(how, tests, against, {"VKBACK_OVERRIDES": ";".join(filter(None, (before, against)))})
-        elif commit := _commit(against):
-            side = _build(stack.enter_context(_checkout(commit)), against, how, tests)
+        elif commit := commit_of(against):
+            side = _build(stack.enter_context(checkout(commit)), against, how, tests)
         else:
             raise UsageError(
                 f"--against {against}: expected a folder with a build, a commit of this checkout, a table (FILE.toml or its folder), "
@@ -338,7 +338,7 @@ def _program(word: str) -> str | None:
     return found
 
 
-def _commit(text: str) -> str:
+def commit_of(text: str) -> str:
     """The hash of a commit of this checkout; "" where it is none."""
     if not (ROOT / ".git").exists():
         return ""
@@ -352,7 +352,7 @@ def _commit(text: str) -> str:
 
 
 @contextmanager
-def _checkout(commit: str) -> Iterator[Path]:
+def checkout(commit: str) -> Iterator[Path]:
     """A working tree of a commit, until it is no longer used."""
     with tempfile.TemporaryDirectory(prefix="vkbench-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder) / commit[:9]

@@ -301,6 +301,38 @@ _SUBGROUP = {
 """Keys of a profile's subgroup, with Vulkan's name."""
 
 
+_SUBGROUP_SIZES = "subgroup sizes that kernels demand, and whether lanes share a row's sum by shuffles"
+_MEMORY = "how weights and activations are cut into buffers"
+
+DECIDES: Mapping[str, str] = {
+    "shaderIntegerDotProduct": "whether products take 8-bit activations and integer dot products",
+    "accelerated integer dot products": "whether products take 8-bit activations and integer dot products",
+    "shaderFloat16": "whether GEMMs and attention take cooperative matrices",
+    "cooperative matrices": "whether GEMMs and attention take cooperative matrices",
+    "shapes of cooperative matrices": "whether GEMMs and attention take cooperative matrices",
+    "storageBuffer16BitAccess": "which kernels read an F16 cache by halves",
+    "subgroupSize": _SUBGROUP_SIZES,
+    "minSubgroupSize": _SUBGROUP_SIZES,
+    "maxSubgroupSize": _SUBGROUP_SIZES,
+    "subgroup operations": _SUBGROUP_SIZES,
+    "subgroupSizeControl": _SUBGROUP_SIZES,
+    "requiredSubgroupSizeStages": _SUBGROUP_SIZES,
+    "computeFullSubgroups": _SUBGROUP_SIZES,
+    "maxComputeWorkGroupInvocations": "threads of a workgroup",
+    "maxComputeWorkGroupSize": "threads of a workgroup",
+    "maxComputeWorkgroupSubgroups": "threads of a workgroup",
+    "maxComputeSharedMemorySize": "tiles of GEMMs and attention, tokens of a GEMV",
+    "maxPerStageDescriptorStorageBuffers": "what is fused into one kernel",
+    "maxStorageBufferRange": _MEMORY,
+    "maxMemoryAllocationSize": _MEMORY,
+    "maxBufferSize": _MEMORY,
+    "maxComputeWorkGroupCount": "how grids are folded",
+    "maxPushConstantsSize": "whether a kernel's constants fit",
+    "timelineSemaphore": "whether it runs at all",
+}
+"""What hangs on a fact that a profile may lack; on the others, no choice of a kernel."""
+
+
 def _unknown(p: Mapping[str, Any]) -> tuple[str, ...]:
     """What a profile does not say of all that kernels are chosen by."""
     matrix = p["cooperative_matrix"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from vkback.harness.result import SPENT, CaseResult
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
+from vkback.terminal import columns
 
 if TYPE_CHECKING:
     from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -96,9 +97,6 @@ class About:
     tuning: str = ""
 
 
-WIDTH = 80
-"""Columns of the narrowest terminal that tables are made for."""
-
 MAX_REASONS = 3
 """Reasons shown of those for which an op's cases did not run."""
 
@@ -107,9 +105,9 @@ def with_reasons(row: str, reasons: str) -> list[str]:
     """A row of a table with a remark on it: beside it where a terminal has room, else below."""
     if not reasons:
         return [row.rstrip()]
-    if len(row) + 2 + len(reasons) <= WIDTH:
+    if len(row) + 2 + len(reasons) <= columns():
         return [f"{row}  {reasons}"]
-    return [row.rstrip(), *textwrap.wrap(reasons, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)]
+    return [row.rstrip(), *textwrap.wrap(reasons, columns(), initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)]
 
 
 def op_table(results: Iterable[CaseResult]) -> list[str]:
@@ -148,7 +146,7 @@ def spent_lines(results: Iterable[CaseResult], clock_s: float) -> list[str]:
     most = ", ".join(f"{op} {ops[op]:.1f}" for op in sorted(ops, key=lambda op: -ops[op])[:SLOWEST])
     cases = sorted(timed, key=lambda r: -sum(r.seconds))[:SLOWEST]
     return [
-        *textwrap.wrap(f"{clock_s:.1f} s; seconds of all processes: {kinds}; most in {most}", WIDTH, subsequent_indent="    "),
+        *textwrap.wrap(f"{clock_s:.1f} s; seconds of all processes: {kinds}; most in {most}", columns(), subsequent_indent="    "),
         *(f"  {sum(r.seconds):.2f} s: {r.line}" for r in cases),
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vkback.ops.dispatch import Dispatch
+from vkback.terminal import columns
 from vkback.timing.modules import Module
 from vkback.timing.profile import CLOCKS, KernelCost, Phase
 from vkback.timing.profile_model import Profile
@@ -96,12 +97,12 @@ def _chosen(profile: Profile) -> Iterator[str]:
             yield from _cut(f"    {kernel} x{count}: {reason or 'nothing to choose'}")
 
 
-def _cut(line: str, width: int = 80) -> Iterator[str]:
-    """A line in pieces of at most `width` characters, between words."""
+def _cut(line: str) -> Iterator[str]:
+    """A line in pieces that fit the terminal, between words."""
     import textwrap
 
     begin = " " * (len(line) - len(line.lstrip()))
-    yield from textwrap.wrap(line.strip(), width, initial_indent=begin, subsequent_indent=f"{begin}    ")
+    yield from textwrap.wrap(line.strip(), columns(), initial_indent=begin, subsequent_indent=f"{begin}    ")
 
 
 def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> Iterator[str]:

@@ -11,9 +11,7 @@ from typing import Any
 import pandas as pd
 
 from vkback.report.markdown import Column, head, line
-
-WIDTH = 80
-"""Columns that a table for a terminal fits."""
+from vkback.terminal import columns
 
 MIN_WIDTH = 8
 """To so many characters a column that is aligned left may be cut."""
@@ -23,13 +21,15 @@ GAP = "  "
 FORMS = ("table", "md", "csv", "html", "json")
 
 
-def terminal(cells: pd.DataFrame, left: Collection[str], *, group: str = "", width: int = WIDTH) -> list[str]:
-    """Lines with aligned columns, no wider than `width`: where they would be, the widest columns aligned left are cut, and end in "~".
+def terminal(cells: pd.DataFrame, left: Collection[str], *, group: str = "", width: int | None = None) -> list[str]:
+    """Lines with aligned columns, no wider than `width`, default the terminal: where they would be, the widest columns aligned left are
+    cut, and end in "~".
 
     cells  of text
     left   names of the columns aligned left
     group  a column that becomes lines of their own above the rows that share it
     """
+    width = width or columns()
     shown = cells.drop(columns=group) if group else cells
     widths = {name: max(len(str(name)), int(shown[name].str.len().max() or 0)) for name in shown}
     indent = GAP if group else ""
