@@ -15,14 +15,14 @@ from vkback.paths import tuning_root
 H200 = ("--profile", "nvidia_h200_linux")
 
 
-def told(*arguments: str) -> str:
+def printed(*arguments: str) -> str:
     ran = CliRunner().invoke(cli.app, ["plan", "--diff", *arguments])
     assert ran.exit_code == 0, (ran.output, ran.exception)
     return ran.output
 
 
 def test_a_row_for_one_type_changes_that_type_alone() -> None:
-    text = told("this", "gemv quant=Q4_K n=1 : wg=256", *H200)
+    text = printed("this", "gemv quant=Q4_K n=1 : wg=256", *H200)
     assert text.startswith("this -> gemv quant=Q4_K n=1 : wg=256: 1 device, ")
     lines = text.splitlines()
     assert lines[2].split() == ["Q4_K"] and lines[3].split()[0] == "nvidia_h200_linux" and int(lines[3].split()[1]) >= 4
@@ -36,19 +36,19 @@ def test_a_vendors_table_stands_in_for_the_one_of_its_name(tmp_path: Path) -> No
         '[[gemv]]\narchitecture = "hopper"\nquant = "Q6_K"\nn = 1\nset = { wg = 64, lanes = 32 }\nmeasured = "planted"\n\n'
         + (tuning_root() / "nvidia.toml").read_text()
     )
-    found = json.loads(told("this", str(mine), *H200, "--json"))
+    found = json.loads(printed("this", str(mine), *H200, "--json"))
     assert found["devices"] == 1 and found["differences"]
     assert {d["type"] for d in found["differences"]} == {"Q6_K"}
     assert any("-> 64" in d["change"] for d in found["differences"])
 
 
 def test_equal_sides_have_no_difference_over_a_models_nodes() -> None:
-    text = told("this", str(tuning_root()), *H200, "--shape", "tiny-llama-Q8_0")
+    text = printed("this", str(tuning_root()), *H200, "--shape", "tiny-llama-Q8_0")
     assert text.splitlines()[-1] == "none"
 
 
 def test_two_devices_are_compared_with_one_another() -> None:
-    text = told("nvidia_h200_linux", "nvidia_rtx_2070_linux", "--shape", "tiny-llama-Q8_0")
+    text = printed("nvidia_h200_linux", "nvidia_rtx_2070_linux", "--shape", "tiny-llama-Q8_0")
     assert "nvidia_h200_linux -> nvidia_rtx_2070_linux" in text and "sync sentinel -> barrier" in text
 
 
@@ -69,7 +69,7 @@ def test_a_table_over_all_devices_is_one_table_of_devices_and_types(monkeypatch:
         }
 
     monkeypatch.setattr(plan_diff, "choices", choices)
-    lines = told("this", "gemv : wg=64").splitlines()
+    lines = printed("this", "gemv : wg=64").splitlines()
     assert [line.split() for line in lines[2:5]] == [["Q4_K", "Q8_0"], ["a", "1", "."], ["b", "1", "1"]]
     assert lines[5] == "1 device without a difference"
     assert "Q4_K: wg 128 -> 64" in lines and "    on a, b" in lines

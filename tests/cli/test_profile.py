@@ -11,6 +11,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -286,9 +287,11 @@ def test_barrier_free_stages_are_timed_by_clocks(device: Device, sentinel: None,
 @pytest.mark.vulkan
 def test_the_command(made: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int]] = []
+    loads: list[dict[str, Any]] = []
 
-    def measured(engine: Engine, load_s: float, prompt: list[int], n: int, batch: int, tell: object) -> Profile:
+    def measured(engine: Engine, load_s: float, prompt: list[int], n: int, batch: int, tell: object, **more: object) -> Profile:
         asked.append((len(prompt), n, batch))
+        loads.append(more)
         return made
 
     monkeypatch.setattr(profile_model, "profile", measured)
@@ -299,6 +302,9 @@ def test_the_command(made: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     result = CliRunner().invoke(cli.app, ["profile", *options, "--trace", str(trace), "--html", str(html), *saves])
     assert result.exit_code == 0, result.output
     assert asked == [(16, 2, 0)]
+    parts = loads[0]["load"]
+    assert list(parts)[:3] == ["driver", "file, plans, memory", "weights"] and all(seconds >= 0 for seconds in parts.values())
+    assert loads[0]["free_before"] > 1 << 20
     assert "GPU Profile Report" in result.stdout and "gemv:ffn.gate:L0" in result.stdout and "└── blk" in result.stdout
     assert sum(e.get("cat") == "phase" for e in json.loads(trace.read_text())["traceEvents"]) == 1
     assert html.read_text() == kept[0].read_text() == page(made)

@@ -17,12 +17,17 @@ def devices(
         print(json.dumps(report_data(), indent=1) if as_json else bug_report(), end="\n" if as_json else "")
         return
     from vkback.device import list_devices
+    from vkback.device.instance import free_memory
+    from vkback.units import size_text
 
     if as_json:
         print(json.dumps([{"index": index, **caps.to_dict()} for index, caps in enumerate(list_devices())], indent=1))
         return
-    for index, caps in enumerate(list_devices()):
+    for index, (caps, free) in enumerate(zip(list_devices(), free_memory(), strict=True)):
         print(caps.summary_line(index))
+        own = max((heap.size for heap in caps.heaps if heap.device_local), default=0)
+        left = "" if free is None else f", {size_text(free)} free"
+        print(f"    memory: {size_text(own)}{left}; a buffer holds at most {size_text(caps.largest_buffer)}")
 
 
 def report_data() -> dict[str, Any]:

@@ -26,8 +26,10 @@ from vkback.cli.shell import (
 )
 from vkback.cli.terminal import TABLE, brief_kernel_text, defines_text, fit, shortened, unknown_data, unknown_lines
 from vkback.terminal import columns
+from vkback.units import counted, size_text
 
 if TYPE_CHECKING:
+    from vkback.device import Capabilities
     from vkback.plan.cost.forecast import Costs, Wait
     from vkback.plan.schedule import Schedule
     from vkback.timing.stages import StageTimes
@@ -104,12 +106,14 @@ def plan(
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
         about = {"device": caps.name, "unknown": unknown_data(caps), "model": name, "tuning": identity(tables)}
-        print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times)}, indent=1))
+        print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times, caps)}, indent=1))
         return
-    print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose)]))
+    print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose, caps)]))
 
 
-def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None) -> dict[str, Any]:
+def as_data(
+    schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None, caps: Capabilities | None = None
+) -> dict[str, Any]:
     """The plan as plain values; times in microseconds, null where nothing was measured."""
     from vkback.plan.cost.forecast import moved_bytes, predicted_us, waits
 
@@ -144,6 +148,7 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
         "kernels": len({d.kernel for d in dispatches}),
         "bytes": sum(moved_bytes(d, depth + tokens) for d in dispatches),
         "activation_bytes": schedule.activation_bytes,
+        "memory": memory_of(schedule, caps),
         "predicted_us": predicted,
         "predicted_tokens_per_s": 1e6 * tokens / predicted,
         "measured_us": sum(times.stages) if times else None,
@@ -155,7 +160,40 @@ def as_data(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     return {"tokens": tokens, "depth": depth, "costs": known, "stages": stages, "choices": choices, "summary": summary}
 
 
-def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: StageTimes | None, verbose: bool = False) -> list[str]:
+def memory_of(schedule: Schedule, caps: Capabilities | None) -> dict[str, int] | None:
+    """Bytes of the device's memory that a plan's weights, caches and activations take, and in how many buffers at least; "device": of its
+    largest heap, 0 where that is not known."""
+    from vkback.ops.storage import nbytes, shards
+    from vkback.plan.schedule import aligned
+
+    if caps is None:
+        return None
+    found = schedule.tensors().values()
+    weights = sum(
+        sum(aligned(s.layout.nbytes) for s in shards(t, caps)) if len(t.shape) > 1 else aligned(4 * t.shape[0])
+        for t in found
+        if t.kind == "weight"
+    )
+    caches = sum(aligned(nbytes(t)) for t in found if t.kind == "state")
+    own = {"weights": weights, "caches": caches, "activations": schedule.activation_bytes}
+    limit = max(1, caps.largest_buffer)
+    return {
+        **own,
+        "bytes": sum(own.values()),
+        "buffers": sum(-(-size // limit) for size in own.values()),
+        "device": max((heap.size for heap in caps.heaps if heap.device_local), default=0),
+    }
+
+
+def listing(
+    schedule: Schedule,
+    costs: Costs,
+    tokens: int,
+    depth: int,
+    times: StageTimes | None,
+    verbose: bool = False,
+    caps: Capabilities | None = None,
+) -> list[str]:
     """A line a dispatch, below those of a stage what it waits for and how, and lines of totals; none is wider than a terminal.
 
     Times stand beside the first dispatch of a stage; dispatches with the same stage number do not depend on each other.
@@ -164,7 +202,7 @@ def listing(schedule: Schedule, costs: Costs, tokens: int, depth: int, times: St
     """
     from vkback.plan.cost.forecast import waits
 
-    data = as_data(schedule, costs, tokens, depth, times)
+    data = as_data(schedule, costs, tokens, depth, times, caps)
     heads = f"{'us':>7} {'measured':>8}" if times else f"{'us':>7}"
     lines = [_row("stage", "node", "kernel, its threads", "" if times else "groups", "kB", heads)]
     for dispatches, stage, waited in zip(schedule.stages, data["stages"], waits(schedule), strict=True):
@@ -198,6 +236,13 @@ def _row(stage: str, node: str, kernel: str, groups: str, kilobytes: str, figure
 
 def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Iterator[str]:
     """What the stages come to: the summary of `as_data` in words."""
+    memory = s["memory"]
+    if memory:
+        yield (
+            f"memory: weights {size_text(memory['weights'])}, caches {size_text(memory['caches'])}, activations "
+            f"{size_text(memory['activations'])}, {size_text(memory['bytes'])} in all in {counted(memory['buffers'], 'buffer')} or more"
+            + (f", of {size_text(memory['device'])} of the device" if memory["device"] else "")
+        )
     barrier_free = f" ({s['barrier_free']} barrier-free)" if s["barrier_free"] else ""
     yield (
         f"{s['stages']} stages{barrier_free}, {s['dispatches']} dispatches, {s['kernels']} kernels; "

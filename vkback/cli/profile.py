@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,12 +49,21 @@ def profile(
     save: Annotated[
         list[Path] | None, typer.Option(help="Into a file too: .html, .json or .txt (with all kernels). Repeat for several.")
     ] = None,
+    every: Annotated[
+        int, typer.Option("--every", min=0, help="Show the course of decode, so many tokens a line: what grows with the cache. 0: not.")
+    ] = 0,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="OTHER", help="Which kernel got slower: FILE.json, a folder with a build, a commit.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Profiles of each side, in turn, with --against a build.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of tables.")] = False,
 ) -> None:
     """Time every kernel of a prompt, of the tokens behind it and of a batch: milliseconds and share, GB/s and share of the device's read
     rate, forecast and measured, by module of the model. Barrier-free stages are timed by clocks that the kernels read."""
     import numpy as np
 
+    from vkback.cli.profile_against import build_of, earlier, in_turns
+    from vkback.device import Device
     from vkback.engine.engine import Engine
     from vkback.report import profile_text as text
     from vkback.timing.profile_model import ROOM
@@ -62,9 +73,37 @@ def profile(
     path = model_path(model)
     kept = [(output_file(each, "--save", path), "--save", ending) for each, ending in zip(save or [], endings, strict=True)]
     kept += [(output_file(each, f"--{form}", path), f"--{form}", form) for each, form in ((trace, "trace"), (html, "html")) if each]
+    before: list[dict[str, Any]] = []
+    if against is not None and Path(against).is_file():
+        before = [earlier(Path(against))]
+    elif against is not None:
+        if kept:
+            raise UsageError("--save, --html and --trace exclude --against with a build: each side is profiled several times")
+        options = ["-m", str(path.absolute()), "-n", str(tokens), "-b", str(batch), "--act", act]
+        options += (["--device", device] if device is not None else []) + ["-c", str(ctx)] * (ctx is not None)
+        options += ["-p", str(prompt)] * (prompt is not None) + ["--prompt-tokens", str(prompt_tokens)] * (prompt_tokens is not None)
+        with ExitStack() as stack:
+            sides = in_turns(build_of(against, stack), options, rounds, as_json)
+        _print_compared(*sides, against, everything, as_json)
+        return
     begun = time.perf_counter()
-    with Engine.load(path, device, n_ctx=ctx, act=act_of(act), progress=bars(not as_json) or False) as engine:
+    marks: dict[str, float] = {}
+    with ExitStack() as stack:
+        opened = stack.enter_context(Device.open(device))
+        marks["driver"], free_before = time.perf_counter() - begun, opened.free_memory()
+        engine = stack.enter_context(
+            Engine.load(
+                path,
+                opened,
+                n_ctx=ctx,
+                act=act_of(act),
+                progress=bars(not as_json) or False,
+                meanwhile=lambda _: marks.update({"file, plans, memory": time.perf_counter() - begun - marks["driver"]}),
+            )
+        )
         load_s = time.perf_counter() - begun
+        marks["weights"] = load_s - sum(marks.values())
+        marks |= {"of it waiting for the file": engine.load_times.read_s, "for the device": engine.load_times.upload_s}
         ids = engine.tokenizer.encode(prompt) if prompt else []
         if len(ids) < 2:
             room = engine.n_ctx - max(tokens + 1, batch) - ROOM
@@ -77,19 +116,45 @@ def profile(
                 "--ctx, or give fewer tokens"
             )
         with StatusLine(wanted=not as_json) as status:
-            found = measure(engine, load_s, ids, tokens, batch, lambda part: status.say(f"vkback: measuring {part}"))
+            found = measure(
+                engine,
+                load_s,
+                ids,
+                tokens,
+                batch,
+                lambda part: status.say(f"vkback: measuring {part}"),
+                free_before=free_before,
+                load=marks,
+            )
     for file, option, form in kept:
-        write_output(file, option, _form(found, form))
-    print(json.dumps(text.as_data(found), indent=1) if as_json else "\n".join(text.report(found, everything)))
+        write_output(file, option, _form(found, form, every))
+    if before:
+        _print_compared(before, [text.as_data(found)], str(against), everything, as_json)
+        return
+    print(json.dumps(text.as_data(found, every), indent=1) if as_json else "\n".join(text.report(found, everything, every)))
 
 
-def _form(found: Profile, ending: str) -> str:
+def _print_compared(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], against: str, everything: bool, as_json: bool
+) -> None:
+    from vkback.report import profile_compare as compare
+
+    try:
+        found = compare.compared(before, after)
+    except compare.ProfileFormatError as e:
+        raise UsageError(f"--against {against}: {e}") from e
+    print(json.dumps(compare.as_data(found), indent=1) if as_json else "\n".join(compare.text(found, (against, "this"), everything)))
+
+
+def _form(found: Profile, ending: str, every: int) -> str:
     """A profile as text of the form that an option or an ending names."""
     from vkback.report import profile_text as text
     from vkback.report.profile_page import page
 
     if ending == "html":
-        return page(found)
+        return page(found, every)
     if ending == "trace":
         return json.dumps(text.trace(found))
-    return json.dumps(text.as_data(found), indent=1) + "\n" if ending == "json" else "\n".join(text.report(found, True)) + "\n"
+    return (
+        json.dumps(text.as_data(found, every), indent=1) + "\n" if ending == "json" else "\n".join(text.report(found, True, every)) + "\n"
+    )

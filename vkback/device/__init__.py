@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from vkback.device.instance import ValidationMessage, devices_for, list_devices, selectors
     from vkback.device.kernel import Kernel, KernelSpec
-    from vkback.device.memory import Arena, BufferRange, HostPages
+    from vkback.device.memory import Arena, BufferRange, HostPages, MemoryUse
     from vkback.device.queue import Gate, Ticket
     from vkback.device.recorder import Commands, Recorder
     from vkback.device.spirv import PushConstant, inspect
@@ -48,6 +48,7 @@ __all__ = [
     "KernelSpec",
     "MatrixShape",
     "MemoryType",
+    "MemoryUse",
     "NoDevice",
     "OtherProcess",
     "OutOfDeviceMemory",
@@ -75,7 +76,7 @@ _PLACES = {
         "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OtherProcess OutOfDeviceMemory Timeout",
         "instance": "ValidationMessage devices_for list_devices selectors",
         "kernel": "Kernel KernelSpec",
-        "memory": "Arena BufferRange HostPages",
+        "memory": "Arena BufferRange HostPages MemoryUse",
         "queue": "Gate Ticket",
         "recorder": "Commands Recorder",
         "spirv": "PushConstant inspect",

@@ -15,7 +15,7 @@ from vkback.device.driver import NULL, Driver, check, ffi, strings, struct, text
 from vkback.device.errors import CompileOnly, DeviceError, DeviceLost, FeatureMissing, Timeout
 from vkback.device.instance import Instance, Validation, ValidationMessage, no_hardware, select
 from vkback.device.kernel import Kernel, KernelCache, KernelSpec
-from vkback.device.memory import Arena, BufferRange, HostPages, Kind, MemoryPool
+from vkback.device.memory import Arena, BufferRange, HostPages, Kind, MemoryPool, MemoryUse
 from vkback.device.query import API_1_2, PhysicalDevice, choose_queue_family, queue_families
 from vkback.device.queue import CPU_WAIT_S, WAIT_S, Gate, Queue, Ticket
 from vkback.device.recorder import Commands, Recorder
@@ -130,6 +130,15 @@ class Device:
         else the heap's size minus what this Device has taken."""
         self._driver.require_own_process()
         return self._memory.free()
+
+    def memory_use(self) -> MemoryUse:
+        """What its memory is used for now, and the most that was used."""
+        purposes: dict[str, tuple[int, int]] = {}
+        for arena in self._arenas:
+            if arena.alive:
+                size, count = purposes.get(arena.purpose, (0, 0))
+                purposes[arena.purpose] = size + sum(arena.buffers), count + len(arena.buffers)
+        return MemoryUse(purposes, self._memory.peak)
 
     def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
         """Memory for one purpose.

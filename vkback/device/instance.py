@@ -252,6 +252,17 @@ def no_hardware(caps: Capabilities) -> str:
     return ""
 
 
+def free_memory() -> list[int | None]:
+    """Bytes left of every device's largest heap of its own, by index, where its driver tells (VK_EXT_memory_budget)."""
+    from vkback.device.memory import budget_left
+
+    instance = Instance()
+    try:
+        return [budget_left(d.handle, instance.fn, d.caps) for d in instance.physical_devices()]
+    finally:
+        instance.close()
+
+
 def list_devices() -> list[Capabilities]:
     """Capabilities of every device, by index. Raises NoDevice when there is no loader or no driver."""
     instance = Instance()

@@ -123,6 +123,26 @@ class BufferRange:
         return view
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of an open device, in bytes.
+
+    purposes  by what it is for: bytes and buffers
+    peak      most that was taken at once since the device was opened
+    """
+
+    purposes: dict[str, tuple[int, int]]
+    peak: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for size, _ in self.purposes.values())
+
+    @property
+    def buffers(self) -> int:
+        return sum(count for _, count in self.purposes.values())
+
+
 @dataclass
 class _Block:
     """One VkBuffer on its own VkDeviceMemory."""
@@ -215,6 +235,11 @@ class Arena:
             block.used = 0
         self._given = 0
 
+    @property
+    def buffers(self) -> tuple[int, ...]:
+        """Sizes of its buffers."""
+        return tuple(block.size for block in self._blocks)
+
     def destroy(self) -> None:
         """Wait for submitted work, then give the memory back. Ranges of this arena, and recordings that use them, are dead afterwards."""
         if self.alive:
@@ -242,21 +267,18 @@ class MemoryPool:
         self.block_limit = caps.largest_buffer
         self._physical, self._instance_fn, self._caps = physical, instance_fn, caps
         self._taken = [0] * len(caps.heaps)
+        self.peak = 0
 
     def free(self, heap: int | None = None) -> int:
         """Bytes left in a heap (default: the largest device-local one).
 
         From the driver's budget if it reports one, which counts other programs, too; else the heap's size minus what this Device has taken.
         """
-        heaps = self._caps.heaps
         if heap is None:
-            heap = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
+            heap = own_heap(self._caps)
         left = self._unclaimed(heap)
-        if "VK_EXT_memory_budget" in self._caps.extensions:
-            budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
-            self._instance_fn.vkGetPhysicalDeviceMemoryProperties2(self._physical, struct("VkPhysicalDeviceMemoryProperties2", budget))
-            left = min(left, int(budget.heapBudget[heap]) - int(budget.heapUsage[heap]))
-        return max(left, 0)
+        budget = budget_left(self._physical, self._instance_fn, self._caps, heap)
+        return max(left if budget is None else min(left, budget), 0)
 
     def _unclaimed(self, heap: int) -> int:
         return self._caps.heaps[heap].size - self._taken[heap]
@@ -299,6 +321,7 @@ class MemoryPool:
                 address = int(ffi.cast("uintptr_t", where[0]))
             undo.pop_all()
         self._taken[chosen.heap] += size
+        self.peak = max(self.peak, sum(self._taken))
         return _Block(buffer, memory, size, chosen.heap, address)
 
     def imported(self, purpose: str, pages: HostPages) -> _Block:
@@ -351,6 +374,21 @@ class MemoryPool:
             call=call,
             result=result,
         )
+
+
+def own_heap(caps: Capabilities) -> int:
+    """The largest heap of a device's own, by its index."""
+    return max(range(len(caps.heaps)), key=lambda i: (caps.heaps[i].device_local, caps.heaps[i].size))
+
+
+def budget_left(physical: Handle, instance_fn: Any, caps: Capabilities, heap: int | None = None) -> int | None:
+    """Bytes of a heap, default `own_heap`, that the driver has left for this process; None where it does not tell."""
+    if "VK_EXT_memory_budget" not in caps.extensions:
+        return None
+    heap = own_heap(caps) if heap is None else heap
+    budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
+    instance_fn.vkGetPhysicalDeviceMemoryProperties2(physical, struct("VkPhysicalDeviceMemoryProperties2", budget))
+    return int(budget.heapBudget[heap]) - int(budget.heapUsage[heap])
 
 
 def _aligned(nbytes: int) -> int:

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from vkback.report.profile_text import gap_text, overhead_text, totals
+from vkback.report.profile_course import course, picture
+from vkback.report.profile_text import decoding, gap_text, memory_text, overhead_text
+from vkback.report.roles import totals
 from vkback.timing.modules import Module
 from vkback.timing.profile import Phase
 from vkback.timing.profile_model import Profile
+from vkback.units import size_text
 
 COLORS = {
     "attn": "#3b6fb6",
@@ -155,10 +158,14 @@ show(D.first);
 """
 
 
-def page(profile: Profile) -> str:
+PARTS = 64
+"""Parts of the course of a decode, where none were asked for."""
+
+
+def page(profile: Profile, every: int = 0) -> str:
     """The whole page. Figures are in it once, as JSON; its script draws them but for the roofline."""
     tabs = "".join(f"<button>{escape(p.name)}</button>" for p in profile.phases)
-    sections = "".join(f"<section>{''.join(_phase(p, profile))}</section>\n" for p in profile.phases)
+    sections = "".join(f"<section>{''.join(_phase(p, profile, every))}</section>\n" for p in profile.phases)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(profile.model)} on {escape(profile.device)}</title><style>{STYLE}</style></head>"
@@ -235,21 +242,25 @@ def _head(profile: Profile) -> str:
         (f"{s.load_s:.2f} s", f"load, {profile.model_bytes / 2**30:.2f} GiB"),
         (f"{s.compile_s:.1f} s", f"{s.kernels} kernels, {s.compiled} compiled"),
         (f"{profile.costs.read_gb_s:.1f} GB/s", "read rate"),
+        *([(size_text(profile.memory.use.peak), "memory at most")] if profile.memory else []),
     ]
     if profile.math:
         cards.append((f"{profile.math.tflops:.2f} TFLOPS", f"math rate, {profile.math.kernel}"))
     shown = "".join(f'<div class="card"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in cards)
     shape = f"{profile.n_layer} layers of {profile.n_embd}, {profile.n_ctx} rows of cache, act {profile.act}"
+    memory = "".join(f"<p>{escape(line)}</p>" for line in memory_text(profile.memory)) if profile.memory else ""
     about = f"{profile.device}, {profile.driver}; {shape}"
-    return f'<h1>{escape(profile.model)}</h1><p>{escape(about)}</p><div class="cards">{shown}</div>'
+    return f'<h1>{escape(profile.model)}</h1><p>{escape(about)}</p><div class="cards">{shown}</div>{memory}'
 
 
-def _phase(phase: Phase, profile: Profile) -> Iterator[str]:
+def _phase(phase: Phase, profile: Profile, every: int) -> Iterator[str]:
     yield f"<h2>{escape(phase.name)}: {phase.gpu_us / phase.runs / 1e3:.3f} ms a run on the GPU, by {escape(phase.method)}</h2>"
     wall = f"{phase.wall_us / phase.runs / 1e3:.3f} ms wall of the same replays: {gap_text(phase)}"
     for line in (wall, overhead_text(phase), f"forecast {phase.predicted_us / phase.runs / 1e3:.3f} ms a run", *phase.notes):
         yield f"<p>{escape(line)}</p>"
     yield '<h2>Timeline of the last run</h2><div class="panel" data-draw="timeline"></div>'
+    if phase is decoding(profile) and (found := course(phase, every or max(1, phase.runs // PARTS))):
+        yield f'<h2>Course: milliseconds of {found.every} runs together</h2><div class="panel">{picture(found)}</div>'
     yield f'<h2>Roofline</h2><div class="panel">{roofline(phase, profile)}</div>'
     yield '<h2>Microseconds a run by layer and module</h2><div class="panel" data-draw="heatmap"></div>'
     yield '<h2>Modules, milliseconds of all runs</h2><div class="panel tree" data-draw="tree"></div>'

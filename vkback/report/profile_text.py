@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from vkback.ops.dispatch import Dispatch
+from vkback.report import profile_course
+from vkback.report.roles import totals
 from vkback.terminal import columns
 from vkback.timing.modules import Module
 from vkback.timing.profile import CLOCKS, KernelCost, Phase
-from vkback.timing.profile_model import Profile
+from vkback.timing.profile_model import Memory, Profile
+from vkback.units import counted, size_text
 
 TOP = 24
 """Lines of a table, unless all are requested."""
+
+ROLES = 10
+"""The same of kernels of all layers together."""
 
 RULE = "─" * 50
 
@@ -24,49 +29,17 @@ SIZES = ("WG", "WG_SIZE", "LANES", "ROWS", "WIDTH", "HEADS", "SPLITS", "TILE_M",
 """Defines that variants of one kernel mostly differ in."""
 
 
-@dataclass(frozen=True)
-class Total:
-    """Kernels of one name: microseconds of all runs, bytes and flops of all runs."""
-
-    name: str
-    gpu_us: float
-    predicted_us: float
-    nbytes: int
-    flops: int
-    launches: int
-
-    @property
-    def gb_s(self) -> float:
-        return self.nbytes / self.gpu_us / 1e3 if self.gpu_us > 0 else 0.0
-
-
-def totals(kernels: Sequence[KernelCost], *, layers: bool = True) -> list[Total]:
-    """Kernels of one name together, the longest first. layers: those of each layer by themselves."""
-    groups: dict[str, list[KernelCost]] = {}
-    for k in kernels:
-        groups.setdefault(k.name if layers else k.kind, []).append(k)
-    found = [
-        Total(
-            name,
-            sum(k.gpu_us for k in ks),
-            sum(k.predicted_us for k in ks),
-            sum(k.nbytes * k.runs for k in ks),
-            sum(k.flops * k.runs for k in ks),
-            sum(k.runs for k in ks),
-        )
-        for name, ks in groups.items()
-    ]
-    return sorted(found, key=lambda t: -t.gpu_us)
-
-
-def report(profile: Profile, everything: bool = False) -> Iterator[str]:
-    """All of it. everything: no table is cut short."""
+def report(profile: Profile, everything: bool = False, every: int = 0) -> Iterator[str]:
+    """All of it. everything: no table is cut short; every: tokens of a part of the course of decode, 0: no course."""
     s = profile.speeds
     yield from _cut(f"{profile.model} on {profile.device}")
     yield f"{profile.n_layer}L/{profile.n_embd}H, {profile.n_ctx} rows of cache, act {profile.act}"
     if s.load_s > 0:
         yield f"load {1e3 * s.load_s:.0f} ms: {profile.model_bytes / 2**20:.1f} MiB at {profile.model_bytes / s.load_s / 1e9:.2f} GB/s"
+        yield from _cut("  " + "; ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in s.load.items()))
     yield f"{s.kernels} kernels ready in {s.compile_s:.1f} s, {s.compiled} of them compiled from GLSL"
+    if profile.memory:
+        yield from memory_text(profile.memory)
     yield ""
     yield "Kernels chosen"
     yield from _chosen(profile)
@@ -74,11 +47,33 @@ def report(profile: Profile, everything: bool = False) -> Iterator[str]:
         yield ""
         yield from phase_report(phase, profile, everything)
     yield ""
-    decode = next((p for p in profile.phases if p.name.startswith("decode")), profile.phases[-1])
+    decode = decoding(profile)
+    if every and (found := profile_course.course(decode, every)):
+        yield from profile_course.text(found, decode.name)
+        yield ""
     yield from _cut(f"Modules, {decode.name}. CPU: recording, once a program; a replay costs the host its submit alone")
     yield from tree(decode.tree(profile.model.split()[0]), everything)
     yield ""
     yield from metrics(profile)
+
+
+def decoding(profile: Profile) -> Phase:
+    """The phase of the tokens behind the prompt, else the last."""
+    return next((p for p in profile.phases if p.name.startswith("decode")), profile.phases[-1])
+
+
+def memory_text(memory: Memory) -> Iterator[str]:
+    """What the device's memory holds, and what was free before and after."""
+    use = memory.use
+    before = (
+        "" if memory.free_before is None else f"; free {size_text(memory.free_before)} before the load, {size_text(memory.free_after)} now"
+    )
+    peak, total = size_text(use.peak), size_text(memory.total)
+    yield from _cut(f"memory {size_text(use.nbytes)} in {counted(use.buffers, 'buffer')}, at most {peak} at once, of {total}{before}")
+    parts = sorted(use.purposes.items(), key=lambda each: -each[1][0])
+    yield from _cut(
+        "  " + "; ".join(f"{purpose} {size_text(size)}" + f" ({count} buffers)" * (count > 1) for purpose, (size, count) in parts)
+    )
 
 
 def variant_text(d: Dispatch) -> str:
@@ -122,6 +117,12 @@ def phase_report(phase: Phase, profile: Profile, everything: bool = False) -> It
         yield f"{f'{len(found) - len(shown)} others':{NAME}} {rest / 1e3:9.3f} {100 * rest / total:7.1f}"
     yield RULE
     yield f"{'TOTAL':{NAME}} {total / 1e3:9.3f} {100.0:7.1f}"
+    roles = totals(phase.kernels, layers=False)
+    if len(roles) < len(found):
+        yield ""
+        yield f"{'All layers together':{NAME}} {'Time (ms)':>9} {'%':>7} {'launches':>9}"
+        for t in roles if everything else roles[:ROLES]:
+            yield f"{_fitted(t.name):{NAME}} {t.gpu_us / 1e3:9.3f} {100 * t.gpu_us / total:7.1f} {t.launches:9}"
     yield ""
     yield f"{'Kernel':{NAME}} {'GB/s':>8} {'% rate':>6} {'GFLOPS':>8} {'forecast':>8} {'x':>6}"
     for t in shown:
@@ -228,8 +229,8 @@ def metrics(profile: Profile) -> Iterator[str]:
     yield f"[metrics] tok/s total={s.tokens / total:.2f} prefill={s.prefill_rate:.2f} decode={s.decode_rate:.2f}"
 
 
-def as_data(profile: Profile) -> dict[str, Any]:
-    """The profile as plain values; times in microseconds."""
+def as_data(profile: Profile, every: int = 0) -> dict[str, Any]:
+    """The profile as plain values; times in microseconds, memory in bytes. every: as of `report`."""
 
     def kernel(k: KernelCost) -> dict[str, Any]:
         return {
@@ -250,7 +251,11 @@ def as_data(profile: Profile) -> dict[str, Any]:
             "predicted_us": k.predicted_us,
             "start_us": k.start_us,
             "took_us": k.took_us,
+            "each_us": [round(us, 3) for us in k.each_us],
         }
+
+    found = profile_course.course(decoding(profile), every) if every else None
+    memory = profile.memory
 
     return {
         "model": profile.model,
@@ -262,7 +267,19 @@ def as_data(profile: Profile) -> dict[str, Any]:
         "read_gb_s": profile.costs.read_gb_s,
         "stage_us": profile.costs.stage_us,
         "math": {"way": profile.math.kernel, "tflops": profile.math.tflops} if profile.math else None,
-        "speeds": vars(profile.speeds),
+        "speeds": {**vars(profile.speeds), "load": dict(profile.speeds.load)},
+        "memory": {
+            "bytes": memory.use.nbytes,
+            "peak": memory.use.peak,
+            "buffers": memory.use.buffers,
+            "total": memory.total,
+            "free_before": memory.free_before,
+            "free_after": memory.free_after,
+            "purposes": {name: {"bytes": size, "buffers": count} for name, (size, count) in memory.use.purposes.items()},
+        }
+        if memory
+        else None,
+        "course": profile_course.as_data(found) if found else None,
         "phases": [
             {
                 "name": p.name,
@@ -275,6 +292,8 @@ def as_data(profile: Profile) -> dict[str, Any]:
                 "overhead": p.overhead,
                 "predicted_us": p.predicted_us,
                 "gap": gap_text(p),
+                "rows": list(p.rows),
+                "roles": {t.name: t.gpu_us for t in totals(p.kernels, layers=False)},
                 "notes": list(p.notes),
                 "kernels": [kernel(k) for k in p.kernels],
             }

@@ -68,6 +68,7 @@ class KernelCost:
     kernel, reason   the variant, and why it was chosen
     modules, fused   what it counts for, and tensors without a matrix that are part of it
     start_us, took_us  within the last run
+    each_us          of each run
     """
 
     stage: int
@@ -84,6 +85,7 @@ class KernelCost:
     predicted_us: float
     start_us: float
     took_us: float
+    each_us: tuple[float, ...] = ()
 
     @property
     def kernel(self) -> str:
@@ -125,6 +127,7 @@ class Phase:
     wall_us   of the timed replays, by the host's clock; gpu_us: of all their stages
     plain_us  of as many replays without stamps and marks, between two timestamps
     method    how stages were timed
+    rows      of the cache in use once each run has run
     submit_us, empty_us  parts of the wall time: in the host's calls that submit; and all of as many replays with nothing in them but two
               timestamps, from the submit to the host's knowing of the end, less what is between the timestamps
     """
@@ -139,6 +142,7 @@ class Phase:
     notes: tuple[str, ...] = field(default=())
     submit_us: float = 0.0
     empty_us: float = 0.0
+    rows: tuple[int, ...] = ()
 
     @property
     def gpu_us(self) -> float:
@@ -227,10 +231,13 @@ def measure_phase(
                     float(runs * share * expected),
                     float(starts[i]),
                     float(part * last[i]),
+                    tuple((part * times[:, i]).tolist()),
                 )
             )
             number += 1
-    return Phase(name, tokens, runs, tuple(kernels), wall, plain, method, tuple(meter.notes), meter.submit_us, empty_us)
+    return Phase(
+        name, tokens, runs, tuple(kernels), wall, plain, method, tuple(meter.notes), meter.submit_us, empty_us, tuple(meter.rows_of)
+    )
 
 
 class _Meter:
@@ -241,6 +248,7 @@ class _Meter:
         self.stack = stack
         self.notes: list[str] = []
         self.rows = 0
+        self.rows_of: list[int] = []
         self.stamps = [2]
         self.submit_us = 0.0
         self.record_us: list[float] = []
@@ -283,6 +291,7 @@ class _Meter:
         total = 0.0
         for run in range(self.runs):
             self.rows = self.begin(run)
+            self.rows_of.append(self.rows)
             self.device.submit([self._start, *commands, self._end]).wait()
             ((_, begun),), ((_, ended),) = self._start.timestamps(), self._end.timestamps()
             total += (ended - begun) / 1e3

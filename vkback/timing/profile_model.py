@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from vkback.device import BufferRange
+from vkback.device import BufferRange, MemoryUse
 from vkback.engine.engine import Engine
 from vkback.engine.prompts import with_barriers
 from vkback.engine.sampler import Sampler, loop_state
@@ -42,6 +42,7 @@ class Speeds:
 
     load_s      opening the file, memory, weights
     compile_s   kernels; kernels: how many, compiled: of them from GLSL
+    load        parts of load_s by name, some of them at once: opening, memory and plans, reading, uploading
     ttft_s      from the prompt to its first token, prefill_s: the prompt alone; decode_s: the tokens behind the first
     """
 
@@ -54,6 +55,7 @@ class Speeds:
     ttft_s: float
     prefill_s: float
     decode_s: float
+    load: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def prefill_rate(self) -> float:
@@ -62,6 +64,16 @@ class Speeds:
     @property
     def decode_rate(self) -> float:
         return self.tokens / self.decode_s
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory: free before the model was loaded and once it is profiled (None: not known), and what it is used for."""
+
+    free_before: int | None
+    free_after: int
+    use: MemoryUse
+    total: int
 
 
 @dataclass(frozen=True)
@@ -86,13 +98,22 @@ class Profile:
     costs: Costs
     math: MathRate | None
     tuning: str = ""
+    memory: Memory | None = None
 
 
 def profile(
-    engine: Engine, load_s: float, prompt: Sequence[int], n: int, batch: int, tell: Callable[[str], object] = lambda _: None
+    engine: Engine,
+    load_s: float,
+    prompt: Sequence[int],
+    n: int,
+    batch: int,
+    tell: Callable[[str], object] = lambda _: None,
+    *,
+    free_before: int | None = None,
+    load: Mapping[str, float] | None = None,
 ) -> Profile:
     """Profile a freshly loaded engine. prompt: at least 2 tokens; n: tokens behind it; batch: tokens of a batch, 0 for none. `tell` gets a
-    line before each part.
+    line before each part. free_before: bytes of the device that were free before; load: parts of load_s.
 
     Raises ProfileError where the context is too small.
     """
@@ -101,7 +122,8 @@ def profile(
         raise ProfileError(f"[profile] {len(prompt)} tokens of a prompt and {max(n, batch)} behind need {needed} rows; raise --ctx")
     caps = engine.device.caps
     tell("speeds")
-    speeds = _speeds(engine, load_s, prompt, n)
+    speeds = _speeds(engine, load_s, prompt, n, load or {})
+    memory = Memory(free_before, engine.device.free_memory(), engine.device.memory_use(), _own_memory(engine))
     tell("read rate")
     costs = device_costs(engine.device, engine.library)
     kernel: GemmKernel | None = engine.prompt_kernel(len(prompt)) if prompt else None
@@ -165,7 +187,13 @@ def profile(
         costs,
         math,
         engine.tuning,
+        memory,
     )
+
+
+def _own_memory(engine: Engine) -> int:
+    """Bytes of the largest heap of the device's own."""
+    return max((heap.size for heap in engine.device.caps.heaps if heap.device_local), default=0)
 
 
 def _upload(engine: Engine, ranges: dict[str, BufferRange], values: dict[str, Array]) -> None:
@@ -174,7 +202,7 @@ def _upload(engine: Engine, ranges: dict[str, BufferRange], values: dict[str, Ar
             engine.device.upload(ranges[name], value)
 
 
-def _speeds(engine: Engine, load_s: float, prompt: Sequence[int], n: int) -> Speeds:
+def _speeds(engine: Engine, load_s: float, prompt: Sequence[int], n: int, load: Mapping[str, float]) -> Speeds:
     """Run the prompt and the tokens behind it as a user would, kernels ready and, on a GPU, clocks up. The last token of a prompt goes
     through the program of one token, which makes the first logits."""
     greedy = Sampler()
@@ -197,4 +225,15 @@ def _speeds(engine: Engine, load_s: float, prompt: Sequence[int], n: int) -> Spe
     made = sum(1 for _ in engine.generate(first, n, sampler=greedy, stop_at_eos=False))
     ended = time.perf_counter()
     totals = engine.compiled
-    return Speeds(load_s, totals.seconds, totals.kernels, totals.compiled, len(prompt), made, answered - begun, prefill_s, ended - answered)
+    return Speeds(
+        load_s,
+        totals.seconds,
+        totals.kernels,
+        totals.compiled,
+        len(prompt),
+        made,
+        answered - begun,
+        prefill_s,
+        ended - answered,
+        dict(load),
+    )
