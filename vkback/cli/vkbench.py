@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -46,8 +47,10 @@ from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
 from vkback.report.bench_table import BENCH, BenchResult
 from vkback.report.build import build_info
 from vkback.report.pairs import PAIRS
+from vkback.timing.power import Meter, PowerSource, power_source
 
 if TYPE_CHECKING:
+    from vkback.device import Capabilities
     from vkback.ops.matmul.gemm_problem import GemmKernel
 
 FEEDS = get_args(Feed)
@@ -91,6 +94,7 @@ class Settings:
     delay_s: float
     progress: bool
     compile_line: bool
+    power: bool
     command: str
     build: tuple[str, int]
 
@@ -150,6 +154,9 @@ def bench(
     ] = None,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before it is measured.")] = True,
     delay: Annotated[float, typer.Option("--delay", min=0.0, help="Seconds to rest before each test.")] = 0.0,
+    power: Annotated[
+        bool, typer.Option("--power", help="Show watts and t/s per watt, where the driver tells what the device draws.")
+    ] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
     list_devices: Annotated[
         bool, typer.Option("--list-devices", callback=print_devices, is_eager=True, help="List the Vulkan devices, and end.")
@@ -183,6 +190,7 @@ def bench(
         delay_s=delay,
         progress=progress,
         compile_line=output_err == "none",
+        power=power,
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
@@ -213,6 +221,7 @@ def bench(
         + ["act"] * (acts != ["auto"])
         + ["feed"] * (feed != "self")
         + ["% read"] * (read_rate != 0)
+        + ["W", "t/s/W"] * power
     )
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
@@ -306,11 +315,24 @@ def _measure_one(engine: EngineLike, test: BenchTest, path: Path, act: str, cach
             else:
                 status.say(line)
 
-        samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note)
+        meter = Meter(power_of(engine) if settings.power else None)
+        samples = measure(engine, test, settings.repetitions, warmup=settings.warmup, feed=settings.feed, note=note, during=meter)
     made = engine.compiled - before
     if made.compiled and settings.compile_line:
         print(f"vkbench: {path.name} {test.name}: {made}, not part of the speed", file=sys.stderr, flush=True)
-    return _result(engine, test, path, act, cache, settings, begun, samples)
+    return replace(_result(engine, test, path, act, cache, settings, begun, samples), watts=meter.watts)
+
+
+@lru_cache
+def _source(caps: Capabilities) -> PowerSource | None:
+    source, why = power_source(caps)
+    print(f"vkbench: power: {source.name if source else why}", file=sys.stderr, flush=True)
+    return source
+
+
+def power_of(engine: EngineLike) -> PowerSource | None:
+    """Where the power of an engine's device is read; stderr says it once, or why it is not."""
+    return _source(cast("Capabilities", engine.device.caps))
 
 
 def _result(

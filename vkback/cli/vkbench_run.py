@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -36,9 +37,11 @@ def measure(
     seed: int = 0,
     note: Callable[[str], None] = lambda text: None,
     clock: Callable[[], int] = time.perf_counter_ns,
+    during: AbstractContextManager[object] | None = None,
 ) -> tuple[int, ...]:
     """Nanoseconds of each repetition. Compiling, and filling the cache to the test's depth, are not in the time.
 
+    during  entered while repetitions run
     note  called with what is being done, for a progress display
     Random tokens come from `seed`, so every repetition and every run processes the same ones. Raises EngineError where the logits, or what
     the caches hold, are no numbers.
@@ -48,9 +51,10 @@ def measure(
         note("warm-up")
         timed.warm_up()
     samples = []
-    for i in range(repetitions):
-        note(f"run {i + 1}/{repetitions}")
-        samples.append(timed.run())
+    with during or nullcontext():
+        for i in range(repetitions):
+            note(f"run {i + 1}/{repetitions}")
+            samples.append(timed.run())
     engine.check_caches()  # prompts make no logits, which would tell
     return tuple(samples)
 

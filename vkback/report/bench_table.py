@@ -32,6 +32,7 @@ class BenchResult:
     prompt_flops    operations of the test's prompt (vkback/plan/cost/flops.py); None where not known
     math_way        by what most of them are made, "coop_mat", "int_dot" or "f32", and math_rate_tflops: what the device was measured to
                     reach by it in registers (vkback/timing/math_rate.py); "" and None where not known
+    watts           drawn by the device meanwhile (vkback/timing/power.py); None where not known
     """
 
     build_commit: str
@@ -86,6 +87,7 @@ class BenchResult:
     prompt_flops: int | None = None
     math_way: str = ""
     math_rate_tflops: float | None = None
+    watts: float | None = None
 
     @property
     def samples_ts(self) -> list[float]:
@@ -137,6 +139,11 @@ class BenchResult:
         return 100 * self.tflops / self.math_rate_tflops
 
     @property
+    def ts_per_watt(self) -> float | None:
+        """Tokens per second and watt: tokens per joule."""
+        return self.avg_ts / self.watts if self.watts else None
+
+    @property
     def test(self) -> str:
         return test_name(self.n_prompt, self.n_gen, self.n_depth)
 
@@ -149,7 +156,7 @@ class BenchResult:
                     values[name] = getattr(self, name)
             else:
                 values[f.name] = getattr(self, f.name)
-        ours = ("gb_s", "percent_of_read", "tflops", "percent_of_math")
+        ours = ("gb_s", "percent_of_read", "tflops", "percent_of_math", "ts_per_watt")
         return {**values, **{name: getattr(self, name) for name in ours}}
 
     def samples(self) -> dict[str, list[Any]]:
@@ -200,6 +207,8 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
     "fusion": (Column("fusion", 6, left=True), lambda r: r.fusion),
     "test": (Column("test", 15), lambda r: r.test),
     "t/s": (Column("t/s", 20), lambda r: speed_text(r.avg_ts, r.stddev_ts)),
+    "t/s/W": (Column("t/s/W", 8), lambda r: "" if r.ts_per_watt is None else f"{r.ts_per_watt:.3g}"),
+    "W": (Column("W", 6), lambda r: _number(r.watts, 1)),
     "GB/s": (Column("GB/s", 10), lambda r: _number(r.gb_s, 2)),
     "% read": (Column("% read", 10), lambda r: _number(r.percent_of_read, 1)),
     "TFLOPS": (Column("TFLOPS", 10), lambda r: "" if r.tflops is None else tflops_text(r.tflops)),
@@ -208,8 +217,8 @@ COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
 """Every column of the markdown table in its order: how it looks and what it holds."""
 
 OPTIONAL_COLUMNS = frozenset(COLUMNS) - {"model", "size", "params", "backend", "n_gpu_layers", "test", "t/s", "GB/s"}
-"""They come when a parameter differs from its default, `% read` when the rate is known, `TFLOPS` when a test is a prompt, `% math` when the
-rate is known, too."""
+"""They come when a parameter differs from its default, `% read` when the rate is known, `W` and `t/s/W` with --power, `TFLOPS` when a test
+is a prompt, `% math` when the rate is known, too."""
 
 _GENERATION = BenchResult(
     build_commit="",
@@ -229,6 +238,7 @@ _GENERATION = BenchResult(
     read_rate_gb_s=1.0,
     prompt_flops=1,
     math_rate_tflops=1.0,
+    watts=1.0,
 )
 
 BENCH = ResultTable("llama_bench", COLUMNS, (_GENERATION, replace(_GENERATION, n_prompt=1, n_gen=0)), OPTIONAL_COLUMNS)
