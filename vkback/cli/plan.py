@@ -236,17 +236,16 @@ def _row(stage: str, node: str, kernel: str, groups: str, kilobytes: str, figure
 
 def _totals(s: Mapping[str, Any], costs: Costs, times: StageTimes | None) -> Iterator[str]:
     """What the stages come to: the summary of `as_data` in words."""
-    memory = s["memory"]
+    memory, held = s["memory"], ""
     if memory:
-        yield (
-            f"memory: weights {size_text(memory['weights'])}, caches {size_text(memory['caches'])}, activations "
-            f"{size_text(memory['activations'])}, {size_text(memory['bytes'])} in all in {counted(memory['buffers'], 'buffer')} or more"
-            + (f", of {size_text(memory['device'])} of the device" if memory["device"] else "")
+        held = (
+            f"; weights {size_text(memory['weights'])}, caches {size_text(memory['caches'])}: {size_text(memory['bytes'])} of memory in "
+            f"{counted(memory['buffers'], 'buffer')} or more" + (f", of {size_text(memory['device'])}" if memory["device"] else "")
         )
     barrier_free = f" ({s['barrier_free']} barrier-free)" if s["barrier_free"] else ""
     yield (
         f"{s['stages']} stages{barrier_free}, {s['dispatches']} dispatches, {s['kernels']} kernels; "
-        f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB"
+        f"{s['bytes'] / 1e6:.3f} MB moved; activations {s['activation_bytes'] / 1024:.1f} KiB" + held
     )
     yield (
         f"predicted: {s['predicted_us']:.1f} us, {s['predicted_tokens_per_s']:.1f} t/s, by {costs.read_gb_s:.1f} GB/s and "
