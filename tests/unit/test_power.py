@@ -142,7 +142,7 @@ def test_a_power_is_read_again_and_again_and_a_short_run_has_none() -> None:
 
 @pytest.mark.vulkan
 def test_vkbench_shows_tokens_a_joule_beside_tokens_a_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("vkback.timing.power.LEAST_S", 0.0)
+    monkeypatch.setattr("vkback.timing.power.MIN_S", 0.0)
     monkeypatch.setattr(vkbench, "power_of", lambda engine: PowerSource("made up", watts=lambda: 50.0))
     save = tmp_path / "r.json"
     options = ["-m", "demo-dense", "-p", "0", "-n", "4", "-r", "2", "--read-rate", "0", "--power", "--save", str(save)]

@@ -34,7 +34,7 @@ class Changed:
         return median(self.after or (0.0,)) / median(self.before) if self.before and median(self.before) > 0 else math.inf
 
 
-LEAST = 3
+MIN_PROFILES = 3
 """Profiles of each side from which on `apart` says something: of 3 and 3 equal ones all of a side are above in 1 of 10 kernels, of 5 and 5
 in 1 of 126."""
 
@@ -59,7 +59,7 @@ def compared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, A
     found = []
     for key in dict.fromkeys(key for side in sides for each in side for key in each):
         first, second = (tuple(each[key] for each in side if key in each) for side in sides)
-        enough = min(len(first), len(second)) >= LEAST
+        enough = min(len(first), len(second)) >= MIN_PROFILES
         apart = (max(first) < min(second) or max(second) < min(first)) if enough else None
         found.append(Changed(*key, first, second, apart))
     return sorted(found, key=lambda c: -abs(median(c.after or (0.0,)) - median(c.before or (0.0,))))
@@ -84,7 +84,7 @@ def text(found: Sequence[Changed], names: tuple[str, str], everything: bool = Fa
         yield f"{'TOTAL':{width}} {totals[0]:>10.2f} {totals[1]:>10.2f} {change:>8}"
         yield ""
     runs = min((min(len(c.before), len(c.after)) for c in found if c.before and c.after), default=0)
-    if runs >= LEAST:
+    if runs >= MIN_PROFILES:
         chance = 2 / math.comb(2 * runs, runs)
         yield f"{runs} profiles of each side, in turn. slower, faster: all of one side are beyond all of the other, which equal sides do in"
         yield f"{100 * chance:.2g} of 100 kernels."

@@ -21,7 +21,7 @@ HWMON = Path("/sys/class/hwmon")
 EVERY_S = 0.02
 """Between two readings of a power."""
 
-LEAST_S = 0.2
+MIN_S = 0.2
 """Shorter runs get no figure: counters of energy move on in steps of up to a tenth of a second."""
 
 
@@ -134,9 +134,9 @@ class Meter:
         took = self._clock() - self._begun
         if self._source.joules is not None:
             joules = self._source.joules() - self._before
-            self.watts = joules / took if took >= LEAST_S and joules > 0 else None
+            self.watts = joules / took if took >= MIN_S and joules > 0 else None
             return
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        self.watts = sum(self._seen) / len(self._seen) if took >= LEAST_S and any(self._seen) else None
+        self.watts = sum(self._seen) / len(self._seen) if took >= MIN_S and any(self._seen) else None
