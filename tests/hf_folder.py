@@ -33,6 +33,8 @@ CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 PERMUTED = ("llama", "mixtral", "smollm3", "granite")
 NORMS = {
@@ -54,6 +56,8 @@ LINEAR = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+LUT = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of MXFP4 by their four bits, as transformers has them."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]]) -> None:
@@ -87,6 +91,17 @@ def state_of(name: str, f: GgufFile) -> dict[str, Floats]:
         if name in PERMUTED and heads:
             n = f.get(f"{f.arch}.attention.{heads}", int)
             x = x.reshape(n, x.shape[0] // n // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+        if name == "gpt-oss" and stem == "attn_sinks":
+            state[f"{at}.self_attn.sinks"] = x
+            continue
+        if name == "gpt-oss" and stem.endswith("_exps"):
+            end, x = ("_bias", x) if kind == "bias" else ("", x.swapaxes(1, 2))
+            if stem == "ffn_down_exps":
+                state[f"{at}.mlp.experts.down_proj{end}"] = x
+            else:
+                both = state.setdefault(f"{at}.mlp.experts.gate_up_proj{end}", np.zeros((*x.shape[:-1], 2 * x.shape[-1]), np.float32))
+                both[..., stem == "ffn_up_exps" :: 2] = x
+            continue
         if stem.endswith("_exps"):
             which = {"ffn_gate_exps": ("gate_proj", "w1"), "ffn_up_exps": ("up_proj", "w3"), "ffn_down_exps": ("down_proj", "w2")}[stem]
             for i, expert in enumerate(x):
@@ -98,6 +113,8 @@ def state_of(name: str, f: GgufFile) -> dict[str, Floats]:
             theirs = "pre_feedforward_layernorm"
         if name == "mixtral" and stem == "ffn_gate_inp":
             theirs = "block_sparse_moe.gate"
+        if name == "gpt-oss" and stem == "ffn_gate_inp":
+            theirs = "mlp.router"
         if name == "phi3" and stem == "ffn_up":
             theirs = "mlp.gate_up_proj"
         state[f"{at}.{theirs}.{kind}"] = x
@@ -152,20 +169,57 @@ def config_of(name: str, f: GgufFile, state: Mapping[str, Floats]) -> dict[str, 
     if name == "granite":
         config |= {"embedding_multiplier": get("embedding_scale"), "residual_multiplier": get("residual_scale")}
         config |= {"attention_multiplier": get("attention.scale"), "logits_scaling": get("logit_scale")}
-    if get("expert_count"):
+    if name in ("gpt-oss", "olmo3"):
+        n, period = get("block_count"), {"gpt-oss": 2, "olmo3": 4}[name]
+        config |= {"sliding_window": get("attention.sliding_window")}
+        config["layer_types"] = ["full_attention" if il % period == period - 1 else "sliding_attention" for il in range(n)]
+        yarn = {"rope_type": "yarn", "factor": get("rope.scaling.factor"), "beta_fast": 32.0, "beta_slow": 1.0}
+        yarn |= {"original_max_position_embeddings": get("rope.scaling.original_context_length")}
+        if name == "gpt-oss":
+            rope |= yarn | {"truncate": False}
+            config |= {"num_local_experts": get("expert_count"), "num_experts_per_tok": get("expert_used_count"), "swiglu_limit": 7.0}
+            config["intermediate_size"] = get("expert_feed_forward_length")
+        else:
+            yarn["attention_factor"] = get("rope.scaling.attn_factor")
+            config["rope_parameters"] = {"full_attention": rope | yarn, "sliding_attention": rope}
+    elif get("expert_count"):
         config |= {"num_experts_per_tok": get("expert_used_count"), "norm_topk_prob": True}
         config |= {"num_local_experts" if name == "mixtral" else "num_experts": get("expert_count")}
         config |= {"moe_intermediate_size": get("expert_feed_forward_length")} if name != "mixtral" else {}
     return config
 
 
-def write_folder(name: str, source: Path, folder: Path, *, parts: int = 1) -> GgufFile:
-    """Write the folder of a tiny model; parts: files, with an index where there are several. Returns the open source."""
+def in_blocks(state: Mapping[str, Floats], f: GgufFile) -> dict[str, tuple[str, npt.NDArray[Any]]]:
+    """The weights of gpt-oss as they were published, with dtypes: experts in MXFP4, whose bytes come from the tensors of the file."""
+
+    def pairs(name: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        t = f.tensors[name]
+        raw = np.asarray(t.data).view(np.uint8).reshape(*t.shape[:2], t.shape[2] // 32, 17)
+        values = np.concatenate([raw[..., 1:] & 15, raw[..., 1:] >> 4], axis=-1)  # value j of a block, and value j + 16
+        return values[..., 0::2] | values[..., 1::2] << 4, raw[..., 0]
+
+    out: dict[str, tuple[str, npt.NDArray[Any]]] = {n: ("F32", x) for n, x in state.items() if not n.endswith(("up_proj", "down_proj"))}
+    for il in range(f.get("gpt-oss.block_count", int)):
+        at = f"model.layers.{il}.mlp.experts"
+        (gate, gate_e), (up, up_e), (down, down_e) = (pairs(f"blk.{il}.ffn_{which}_exps.weight") for which in ("gate", "up", "down"))
+        experts, rows, *rest = gate.shape
+        out[f"{at}.gate_up_proj_blocks"] = "U8", np.stack([gate, up], axis=2).reshape(experts, 2 * rows, *rest)
+        out[f"{at}.gate_up_proj_scales"] = "U8", np.stack([gate_e, up_e], axis=2).reshape(experts, 2 * rows, -1)
+        out[f"{at}.down_proj_blocks"], out[f"{at}.down_proj_scales"] = ("U8", down), ("U8", down_e)
+    return out
+
+
+def write_folder(name: str, source: Path, folder: Path, *, parts: int = 1, blocks: bool = False) -> GgufFile:
+    """Write the folder of a tiny model; parts: files, with an index where there are several; blocks: `in_blocks`. Returns the open
+    source."""
     f = GgufFile.open(source)
     state = state_of(name, f)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(name, f, state)), encoding="utf-8")
     names = list(state)
+    if blocks:
+        write_safetensors(folder / "model.safetensors", in_blocks(state, f))
+        return f
     if parts == 1:
         write_safetensors(folder / "model.safetensors", {n: ("F32", state[n]) for n in names})
         return f

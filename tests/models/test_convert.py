@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_kit import call
-from hf_folder import CLASSES, trained_tokenizer, write_folder, write_safetensors
+from hf_folder import CLASSES, LUT, trained_tokenizer, write_folder, write_safetensors
 from tiny_models import tiny
 
 from vkback import quants
@@ -20,8 +20,11 @@ from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
 from vkback.gguf.file import GgufFile
+from vkback.gguf.safetensors import FolderError, read_folder
 from vkback.models.convert import convert
+from vkback.models.quantize import Recipe, plan_quantize, quantize
 from vkback.models.registry import Model
+from vkback.models.synth import synthesize
 
 DATA = Path(__file__).parents[1] / "references" / "data"
 N_CTX = 96
@@ -39,9 +42,44 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         want = quants.decode(t.type, np.asarray(t.data)).reshape(t.shape)
         # One is taken of Gemma's norms and added again, divisors of RoPE are computed anew: a step of f32 in some.
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-7 if "norm" in t.name else 0)
-    with np.load(DATA / f"{name}.npz") as f:
+    with np.load(DATA / f"{name.replace('-', '_')}.npz") as f:
         tokens, logits = [int(t) for t in f["tokens"]], f["logits"]
     assert nmse(NumpyTwin(out, n_ctx=N_CTX).logits(tokens), logits) < 1e-6  # keys and values are F16 in a cache
+
+
+def test_blocks_of_mxfp4_come_along_as_they_are(tmp_path: Path) -> None:
+    """gpt-oss as it was published. Published bytes stand for what transformers makes of them, and files for the same."""
+    synthesize("tiny-gpt-oss-F32", tmp_path / "F32.gguf")
+    quantize(plan_quantize(GgufFile.open(tmp_path / "F32.gguf"), Recipe("MXFP4_MOE")), tmp_path / "source.gguf")
+    source = write_folder("gpt-oss", tmp_path / "source.gguf", tmp_path / "folder", blocks=True)
+    assert convert(tmp_path / "folder", tmp_path / "out.gguf")[0] == "MXFP4_MOE"
+    made = GgufFile.open(tmp_path / "out.gguf")
+    name = "blk.1.ffn_up_exps.weight"
+    for t in source.tensors.values():
+        if t.type == "MXFP4":
+            assert made.tensors[t.name].type == "MXFP4" and np.array_equal(made.tensors[t.name].data, t.data), t.name
+    assert made.tensors.keys() == source.tensors.keys() and source.tensors[name].type == "MXFP4"
+    assert made.metadata["general.file_type"] == source.metadata["general.file_type"]
+    published = read_folder(tmp_path / "folder")
+    blocks, scales = (published[f"model.layers.1.mlp.experts.gate_up_proj_{which}"] for which in ("blocks", "scales"))
+    bytes = np.asarray(blocks.raw).reshape(blocks.shape)
+    values = np.stack([LUT[bytes & 15], LUT[bytes >> 4]], axis=-1).reshape(*blocks.shape[:-1], 32)
+    exponents = np.asarray(scales.raw).reshape(scales.shape).astype(int) - 127
+    wanted = np.ldexp(values, exponents[..., None]).reshape(*blocks.shape[:2], -1)[:, 1::2]
+    assert np.array_equal(quants.decode("MXFP4", np.asarray(made.tensors[name].data)).reshape(wanted.shape), wanted)
+    convert(tmp_path / "folder", tmp_path / "BF16.gguf", "BF16")
+    half = GgufFile.open(tmp_path / "BF16.gguf").tensors[name]
+    assert half.type == "BF16" and np.array_equal(quants.decode("BF16", np.asarray(half.data)).reshape(wanted.shape), wanted)
+
+
+def test_layers_that_files_cannot_say_are_refused(tmp_path: Path) -> None:
+    for name, change in (("olmo3", {"layer_types": ["full_attention"] * 5}), ("gpt-oss", {"swiglu_limit": 3.0})):
+        folder = tmp_path / name
+        write_folder(name, tiny(name, tmp_path), folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(FolderError, match=next(iter(change))):
+            convert(folder, tmp_path / "out.gguf")
 
 
 @pytest.mark.parametrize(("outtype", "type"), [("F16", "F16"), ("BF16", "BF16"), ("Q8_0", "Q8_0"), ("auto", "F32")])
@@ -135,7 +173,7 @@ def broken(folder: Path, how: str) -> None:
         ("config", "config.json: no such file"),
         ("cut", "lies at .* the file has"),
         ("part", "model-00002-of-00002.safetensors: no such file, one of 1 that"),
-        ("type", "tensor model.norm.weight is F8_E4M3; expected F32, F16, BF16"),
+        ("type", "tensor model.norm.weight is F8_E4M3; expected F32, F16 or BF16"),
         ("tensor", "tensor model.layers.0.extra.weight has no place"),
     ],
 )

@@ -19,7 +19,10 @@ import numpy.typing as npt
 from vkback import quants
 from vkback.errors import VkbackError
 
-TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+BYTES = "U8"
+"""Of tensors that are no numbers, but the blocks of quantized ones."""
+
+TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16", BYTES: BYTES}
 """Types that are read, and what GGUF calls them."""
 
 INDEX = "model.safetensors.index.json"
@@ -108,9 +111,9 @@ def read_file(path: Path) -> dict[str, Stored]:
     found = {}
     for name, (dtype, shape, offsets) in tables.items():
         if dtype not in TYPES:
-            raise FolderError(f"[convert] {path}: tensor {name} is {dtype}; expected {', '.join(TYPES)}. Take the unquantized model")
+            raise FolderError(f"[convert] {path}: tensor {name} is {dtype}; expected F32, F16 or BF16. Take the unquantized model")
         begin, end = (8 + size + offset for offset in offsets)
-        nbytes = prod(shape) * (4 if dtype == "F32" else 2)
+        nbytes = prod(shape) * {"F32": 4, BYTES: 1}.get(dtype, 2)
         if end - begin != nbytes or not 0 <= begin <= end <= len(mapped):
             raise fail(f"tensor {name} of {nbytes} bytes lies at {begin} to {end}, the file has {len(mapped)} bytes")
         found[name] = Stored(name, TYPES[dtype], shape, mapped[begin:end])

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.gguf.hf_vocabulary import vocabulary_keys
-from vkback.gguf.safetensors import FolderError, Stored, read_folder, read_json
+from vkback.gguf.safetensors import BYTES, FolderError, Stored, read_folder, read_json
 from vkback.gguf.write import GgufWriter, entry
 from vkback.models.naming import file_type
 from vkback.models.quantize import PIECE, QuantizeError, checked_finite
@@ -44,23 +45,29 @@ class Family:
     arch      general.architecture
     permuted  Q and K are brought into the order of llama files
     offset    what is added to the weights of norms
+    whole_magnitude  `rope.scaling.attn_factor` is all that YaRN multiplies by, not what comes beside its own
+    interleaved  experts have a matrix with inputs first, in which gate and up take turns
     more      keys beside those of all, under the architecture's prefix; raises FolderError for a configuration that GGUF cannot say
     """
 
     arch: str
     permuted: bool = False
     offset: float = 0.0
+    whole_magnitude: bool = False
+    interleaved: bool = False
     more: Callable[[Config], Keys] = lambda _: {}
 
 
 @dataclass(frozen=True)
 class OutTensor:
-    """A tensor of the new file. rows(first, end) gives float32 rows, experts flattened: [end - first, k]."""
+    """A tensor of the new file. rows(first, end) gives float32 rows, experts flattened: [end - first, k]; packed the bytes of the same rows
+    in the type `stored`, where that is a quantized one."""
 
     name: str
     shape: tuple[int, ...]
     stored: str
     rows: Callable[[int, int], Floats]
+    packed: Callable[[int, int], npt.NDArray[np.uint8]] | None = None
 
 
 def _scaled(c: Config) -> Keys:
@@ -104,6 +111,29 @@ def _gemma3(c: Config) -> Keys:
     return _gemma(c) | {"attention.sliding_window_pattern": int(period), "rope.freq_base_swa": float(local)}
 
 
+def _windows(c: Config, period: int) -> Keys:
+    """A sliding window of all layers but one of `period`, the last of them."""
+    kinds = c.get("layer_types") or []
+    expected = ["full_attention" if i % period == period - 1 else "sliding_attention" for i in range(int(c["num_hidden_layers"]))]
+    if kinds and list(kinds) != expected:
+        raise FolderError(
+            f"[convert] config.json: layer_types are {kinds}; expected every layer of {period} to be full_attention, which files say"
+        )
+    return {"attention.sliding_window": int(c["sliding_window"])}
+
+
+def _gpt_oss(c: Config) -> Keys:
+    if float(c.get("swiglu_limit", 7.0)) != 7.0 or not c.get("attention_bias", True):
+        raise FolderError(
+            "[convert] config.json: swiglu_limit is not 7 or attention_bias is false, which files cannot say of this architecture"
+        )
+    used = c.get("num_experts_per_tok", c.get("experts_per_token"))
+    if used is None:
+        raise KeyError("num_experts_per_tok")
+    keys: Keys = {"expert_count": int(c["num_local_experts"]), "expert_used_count": int(used)}
+    return keys | _windows(c, 2) | {"expert_feed_forward_length": int(c["intermediate_size"])}
+
+
 def _phi3(c: Config) -> Keys:
     window = c.get("sliding_window")
     return {"attention.sliding_window": int(window)} if window else {}
@@ -138,6 +168,8 @@ FAMILIES: Mapping[str, Family] = {
     "SmolLM3ForCausalLM": Family("smollm3", permuted=True, more=_smollm3),
     "GraniteForCausalLM": Family("granite", permuted=True, more=_scaled),
     "Olmo2ForCausalLM": Family("olmo2"),
+    "Olmo3ForCausalLM": Family("olmo2", whole_magnitude=True, more=lambda c: _windows(c, 4)),
+    "GptOssForCausalLM": Family("gpt-oss", interleaved=True, more=_gpt_oss),
 }
 """By the class that config.json names."""
 
@@ -175,7 +207,7 @@ def _keys(c: Config, family: Family, n_vocab: int) -> tuple[Keys, dict[str, Floa
     original = int(rope.get("original_max_position_embeddings") or c.get("original_max_position_embeddings") or keys["context_length"])
     if kind in ("linear", "yarn"):
         keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
-        keys |= {"rope.scaling.original_context_length": original} if kind == "yarn" else {}
+        keys |= _yarn(rope, original, family) if kind == "yarn" else {}
     elif kind == "llama3":
         vectors["rope_freqs.weight"] = _llama3_factors(base, n_rot, rope)
     elif kind in ("longrope", "su"):
@@ -187,6 +219,15 @@ def _keys(c: Config, family: Family, n_vocab: int) -> tuple[Keys, dict[str, Floa
     elif kind != "default":
         raise FolderError(f"[convert] config.json: RoPE of type {kind}; expected default, linear, yarn, llama3 or longrope")
     return keys | family.more({**c, "head_dim": head_dim}), vectors
+
+
+def _yarn(rope: Mapping[str, Any], original: int, family: Family) -> Keys:
+    keys: Keys = {"rope.scaling.original_context_length": original}
+    own = 1 + 0.1 * math.log(float(rope["factor"]))
+    whole = float(rope.get("attention_factor") or own)
+    if not math.isclose(whole, own, rel_tol=1e-6):
+        keys["rope.scaling.attn_factor"] = whole if family.whole_magnitude else whole / own
+    return keys | {f"rope.scaling.yarn_{key}": float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key) is not None}
 
 
 def _llama3_factors(base: float, n_rot: int, rope: Mapping[str, Any]) -> Floats:
@@ -234,9 +275,12 @@ def convert(
         raise FolderError(f"[convert] {folder}: has no embedding of tokens") from None
     tensors += [OutTensor(name, v.shape, "F32", lambda first, end, v=v: v[None]) for name, v in vectors.items()]  # type: ignore[misc]
     tensors.sort(key=lambda t: file_order(t.name))
-    matrices = [t for t in tensors if is_matrix(t.name, t.shape)]
-    base = max({t.stored for t in matrices}, key=[t.stored for t in matrices].count) if outtype == "auto" else outtype.upper()
+    kinds = [t.stored for t in tensors if is_matrix(t.name, t.shape) and t.packed is None]
+    base = max(set(kinds), key=kinds.count) if outtype == "auto" else outtype.upper()
     types = {t.name: fitting(base, t.shape[-1]) if is_matrix(t.name, t.shape) else "F32" for t in tensors}
+    blocks = {t.name: t.stored for t in tensors if t.packed is not None and outtype == "auto"}
+    types |= blocks
+    base = "MXFP4_MOE" if blocks else base
     number = file_type(base)
     general: Keys = {"general.architecture": family.arch, "general.type": "model", "general.name": folder.resolve().name}
     general |= {"general.file_type": int(number)} if number is not None else {}
@@ -250,6 +294,12 @@ def convert(
         for t in tensors:
             rows, step = prod(t.shape[:-1]), max(1, PIECE // t.shape[-1])
             for first in range(0, rows, step):
+                if t.packed is not None and types[t.name] == t.stored:
+                    last = min(first + step, rows)
+                    writer.write(t.packed(first, last))
+                    if on_weights is not None:
+                        on_weights((last - first) * t.shape[-1])
+                    continue
                 x = np.ascontiguousarray(t.rows(first, min(first + step, rows)), np.float32).reshape(-1, t.shape[-1])
                 checked_finite(t.name, x)
                 writer.write(quants.encode(types[t.name], x))
@@ -284,8 +334,19 @@ def _tensors(stored: Mapping[str, Stored], config: Config, family: Family) -> li
         else:
             alone[plain] = t
     made: list[OutTensor] = []
+    for plain in [name for name in alone if name.endswith("_blocks")]:
+        stem, blocks, scales = plain.removesuffix("_blocks"), alone.pop(plain), alone.pop(f"{plain.removesuffix('_blocks')}_scales", None)
+        if scales is None or not family.interleaved or blocks.shape[:-1] != scales.shape or {blocks.type, scales.type} != {BYTES}:
+            raise FolderError(f"[convert] {plain}: expected blocks of bytes and scales for each of them, of a family that has such experts")
+        for which, begin, step in _halves(stem):
+            made.append(_mxfp4(_named(names, which), blocks, scales, begin, step))
+    if of_bytes := next((name for name, t in alone.items() if t.type == BYTES), None):
+        raise FolderError(f"[convert] {of_bytes}: a quantized tensor; expected F32, F16 or BF16, so fetch the model that it was made of")
     for plain, t in alone.items():
-        if plain.endswith(".experts.gate_up_proj"):
+        if family.interleaved and ".experts." in plain:
+            for which, begin, step in _halves(plain):
+                made.append(_turned(_named(names, which), t, begin, step))
+        elif plain.endswith(".experts.gate_up_proj"):
             half = t.shape[1] // 2
             for which, begin in (("gate_proj", 0), ("up_proj", half)):
                 made.append(_slab(_named(names, plain.replace("gate_up_proj", which) + ".weight"), t, begin, half))
@@ -297,6 +358,59 @@ def _tensors(stored: Mapping[str, Stored], config: Config, family: Family) -> li
             raise FolderError(f"[convert] {plain}: experts {sorted(of)}, expected all of one shape from 0 on. Fetch the model again")
         made.append(_stacked(_named(names, plain), [of[i] for i in range(len(of))]))
     return made
+
+
+def _halves(plain: str) -> list[tuple[str, int, int]]:
+    """Of a tensor of interleaved experts: names of the tensors that it has, as the maps know them, and which of its outputs are theirs, as
+    the first of them and the step to the next."""
+    bias = plain.endswith("_bias")
+    stem, end = plain.removesuffix("_bias"), ".bias" if bias else ".weight"
+    if stem.endswith("gate_up_proj"):
+        return [(stem.replace("gate_up_proj", f"{which}_proj") + end, begin, 2) for begin, which in enumerate(("gate", "up"))]
+    return [(stem + end, 0, 1)]
+
+
+def _turned(name: str, t: Stored, begin: int, step: int) -> OutTensor:
+    """Some outputs of all experts: of matrices [experts, k, outputs], or of biases [experts, outputs]."""
+    if len(t.shape) == 2:
+        return OutTensor(name, (t.shape[0], t.shape[1] // step), t.type, lambda first, end: t.rows(slice(first, end))[:, begin::step])
+    experts, k, outputs = t.shape
+    rows = outputs // step
+
+    @lru_cache(maxsize=1)  # whose rows come one after another
+    def matrix(expert: int) -> Floats:
+        found: Floats = t.rows(slice(expert, expert + 1))[0][:, begin::step].T
+        return found
+
+    def flat(first: int, end: int) -> Floats:
+        parts = [matrix(e)[max(first - e * rows, 0) : end - e * rows] for e in range(first // rows, -(-end // rows))]
+        return np.concatenate(parts)
+
+    return OutTensor(name, (experts, rows, k), t.type, flat)
+
+
+def _mxfp4(name: str, blocks: Stored, scales: Stored, begin: int, step: int) -> OutTensor:
+    """Some outputs of all experts of blocks [experts, outputs, blocks of a row, 16] and scales [experts, outputs, blocks of a row].
+
+    Both are MXFP4, the scale's byte first in a file. Published, a byte has two neighbours, the first of them low; in a file it has value j
+    of a block, and value j + 16.
+    """
+    experts, outputs, units, _ = blocks.shape
+    rows = outputs // step
+
+    def packed(first: int, end: int) -> npt.NDArray[np.uint8]:
+        numbers = np.arange(first, end)
+        picked = (numbers // rows) * outputs + begin + step * (numbers % rows)
+        pairs = blocks.raw.reshape(experts * outputs, units, 16)[picked]
+        values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(picked), units, 32)
+        halves = values[..., :16] | values[..., 16:] << 4
+        exponents = scales.raw.reshape(experts * outputs, units, 1)[picked]
+        return np.concatenate([exponents, halves], axis=-1).reshape(len(picked), -1)
+
+    def decoded(first: int, end: int) -> Floats:
+        return quants.decode("MXFP4", packed(first, end)).reshape(end - first, -1)
+
+    return OutTensor(name, (experts, rows, 32 * units), "MXFP4", decoded, packed)
 
 
 def _named(names: Any, theirs: str) -> str:
