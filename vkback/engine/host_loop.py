@@ -40,37 +40,57 @@ def generate_on_host(
 
     Raises SamplerError for logits that a processor made and that cannot be chosen from.
     """
-    vocab = engine.model.hp.n_vocab
-    eos = sorted(engine.model.tokenizer.eos_ids) if stop_at_eos and engine.model.has_text else []
-    loop, pick = loop_state(sampler, eos), Sample()
-    so_far = list(text)
-    bias = sampler.bias(vocab)
-    chain = sampler.chain.words()
-    dry = engine.dry_words(sampler, engine.n_ctx) if sampler.dries else None
-    seen = sampler.penalties(engine.n_ctx).words(so_far[:-1], vocab, engine.n_ctx)
-    for step in range(n):
-        pos = engine.n_past
-        logits = engine.decode_logits(so_far[-1])
+    picker = HostPicker(engine, text, processors, sampler, stop_at_eos=stop_at_eos)
+    for _ in range(n):
+        logits = engine.decode_logits(picker.text[-1])
         if on_logits is not None:
             on_logits(logits)
-        logits = _processed(processors, np.array(so_far, np.int64), logits.copy())
-        x: npt.NDArray[np.float64] = logits.astype(np.float64)
-        if sampler.penalizes or constraint is not None:
-            mask = None if constraint is None else constraint.mask()
-            x = penalized(logits, bias, seen, so_far[-1], pos, mask)
-        if dry is not None:
-            x = dried(x, so_far, dry)
-        if not (x > -np.inf).any():
-            raise SamplerError("[sampler] no token is left after logits_processor, logit_bias and json_schema; let one be possible")
-        state = [loop, np.array(so_far[-1:]), np.array([pos]), chain]
-        loop, _, _, chain = pick.reference([x[None].astype(np.float32), *state], {"capacity": RING})
-        token = int(loop[LOOP_RING + step % RING])
-        so_far.append(token)
+        token = picker.pick(logits, None if constraint is None else constraint.mask())
         if constraint is not None:
             constraint.take(token)
         yield token
-        if loop[1] == STATUS_EOS or (constraint is not None and constraint.ended):
+        if picker.at_end or (constraint is not None and constraint.ended):
             return
+
+
+class HostPicker:
+    """Picks the tokens of one text.
+
+    text    all so far
+    at_end  whether the last one ends it
+    """
+
+    def __init__(
+        self, engine: Engine, text: Sequence[int], processors: Sequence[LogitsProcessor], sampler: Sampler, *, stop_at_eos: bool = True
+    ) -> None:
+        self.text, self.at_end = list(text), False
+        self._processors, self._sampler, self._op = processors, sampler, Sample()
+        vocab = engine.model.hp.n_vocab
+        self._loop = loop_state(sampler, engine.end_ids(stop_at_eos))
+        self._bias, self._chain = sampler.bias(vocab), sampler.chain.words()
+        self._dry = engine.dry_words(sampler, engine.n_ctx) if sampler.dries else None
+        self._seen = sampler.penalties(engine.n_ctx).words(self.text[:-1], vocab, engine.n_ctx)
+        self._made = 0
+
+    def pick(self, logits: Floats, mask: npt.NDArray[np.int32] | None = None) -> int:
+        """The next token of the text, which then has it. logits: as the model made them, float32 [n_vocab]. mask: of a constraint. Raises
+        SamplerError as `generate_on_host`."""
+        sampler, last, pos = self._sampler, self.text[-1], len(self.text) - 1
+        logits = _processed(self._processors, np.array(self.text, np.int64), logits.copy())
+        x: npt.NDArray[np.float64] = logits.astype(np.float64)
+        if sampler.penalizes or mask is not None:
+            x = penalized(logits, self._bias, self._seen, last, pos, mask)
+        if self._dry is not None:
+            x = dried(x, self.text, self._dry)
+        if not (x > -np.inf).any():
+            raise SamplerError("[sampler] no token is left after logits_processor, logit_bias and json_schema; let one be possible")
+        state = [self._loop, np.array([last]), np.array([pos]), self._chain]
+        self._loop, _, _, self._chain = self._op.reference([x[None].astype(np.float32), *state], {"capacity": RING})
+        token = int(self._loop[LOOP_RING + self._made % RING])
+        self._made += 1
+        self.text.append(token)
+        self.at_end = bool(self._loop[1] == STATUS_EOS)
+        return token
 
 
 def _processed(processors: Sequence[LogitsProcessor], ids: npt.NDArray[np.int64], logits: Floats) -> Floats:
