@@ -29,10 +29,8 @@ CHECKS: dict[str, Check] = {}
 ABSENT = {
     "context shift": "a full context ends a text; nothing is shifted out of it silently",
     "slots are saved, restored and erased by their endpoint": "prefixes are kept by themselves; sessions of Python are saved to files",
-    "adapters are scaled by /lora-adapters, or for a request": "adapters and their scales are given at the start",
     "return_progress and timings_per_token": "a stream that waits has comments, and the last event all timings",
     "post_sampling_probs": "probabilities are the model's own",
-    "/embedding with content": "/v1/embeddings and /embeddings with input",
     "the stream of a request is resumed after its client has gone": "a request ends when its client leaves",
 }
 """Behaviours that llama-server's tests look at and that are not had, and what there is instead."""
@@ -468,6 +466,16 @@ def _vectors_of_tokens_and_texts(served: Served) -> None:
     tokens = done(served.post("/tokenize", content="I believe", add_special=True))["tokens"]
     vectors = [done(served.post("/v1/embeddings", input=given))["data"][0]["embedding"] for given in (tokens, "I believe")]
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-3)
+
+
+@check
+def _vectors_of_content_in_llama_cpps_form(served: Served) -> None:
+    two = done(served.post("/embedding", content=["I believe", "the meaning of life"]))
+    assert [each["index"] for each in two] == [0, 1] and np.linalg.norm(two[0]["embedding"][0]) == pytest.approx(1, abs=1e-3)
+    (plain,) = done(served.post("/embedding", content="I believe", embd_normalize=-1))
+    vector = np.array(plain["embedding"][0])
+    assert np.linalg.norm(vector) > 1.1
+    np.testing.assert_allclose(vector / np.linalg.norm(vector), two[0]["embedding"][0], atol=1e-3)
 
 
 @check

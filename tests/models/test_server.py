@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,6 +78,7 @@ class Served:
         cors: tuple[str, ...] | list[str] = (),
         drafts: Drafts | None = None,
         pooling: Pooling | None = None,
+        lora: Sequence[Path] = (),
     ) -> None:
         self.loads = 0
         self.lost = False  # whether the device cannot be opened
@@ -87,7 +88,8 @@ class Served:
             if self.lost:
                 raise DeviceLost("[device] the device stopped")
             self.loads += 1
-            return LoadedModel(Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False), drafts=drafts)
+            adapters: dict[str, Any] = {"lora": list(lora) or None, "lora_switched": True}
+            return LoadedModel(Engine.load(path, device, n_ctx=n_ctx, act="f32", progress=False, **adapters), drafts=drafts)
 
         self.worker = Worker(load, max_queue=max_queue, parallel=parallel)
         hosts = ["127.0.0.1"]

@@ -1,5 +1,6 @@
 """The Python interface: models, sessions, and a device for authors of kernels. `import vkback` has all of it."""
 
+from vkback.api.adapters import LoadedAdapter
 from vkback.api.chat_template import ChatTemplateError
 from vkback.api.device import CompiledKernel, Device, DeviceTensor, KernelTiming, devices
 from vkback.api.errors import ModelError
@@ -22,6 +23,7 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "KernelTiming",
+    "LoadedAdapter",
     "LoadedModel",
     "Message",
     "ModelError",

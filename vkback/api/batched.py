@@ -14,9 +14,8 @@ from vkback.api.text import GeneratedText
 from vkback.engine.batch.batch import Batch, Request, Took, Update
 from vkback.engine.constraint import Constraint
 from vkback.engine.drafts import Drafts
-from vkback.errors import VkbackError
 
-Event = Chunk | Result | VkbackError
+Event = Chunk | Result | Exception
 """Pieces of a text, then the whole; or the error that ended it."""
 
 
@@ -60,9 +59,10 @@ class BatchedTexts:
         *,
         reader: MessageReader | None = None,
         client: str = "",
+        adapters: tuple[float, ...] = (),
     ) -> BatchText:
-        """Put a text in work. reader: of a reply that has thoughts beside the answer. client: whose it is; clients take turns. Raises
-        ContextLengthError, and what `Batch.add` raises."""
+        """Put a text in work. reader: of a reply that has thoughts beside the answer. client: whose it is; clients take turns. adapters:
+        what each is multiplied by. Raises ContextLengthError, and what `Batch.add` raises."""
         batch, engine = self.batch, self.batch.engine
         if len(ids) > batch.max_rows:
             raise too_long(len(ids), batch.max_rows)
@@ -70,6 +70,7 @@ class BatchedTexts:
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         out = GeneratedText(engine.model, options, reader=reader)
         request = Request(tuple(ids), most, options.sampler, not options.ignore_eos, client, options.logprobs is not None, constraint)
+        request = replace(request, adapters=adapters, processors=options.logits_processor)
         if self._drafts is not None:
             request = replace(request, drafts=self._drafts.at_most(options.draft_max))
         text = BatchText(batch.add(request), out, options, len(ids), most)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from vkback import paths
 from vkback.api import chat_template, given
+from vkback.api.adapters import LoadedAdapter, LoraChoice, chosen, scale_of, scales_of
 from vkback.api.batch_stream import BatchStream
 from vkback.api.batched import BatchedTexts
 from vkback.api.best_of import BestOf
@@ -50,7 +51,7 @@ from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
 from vkback.gguf.fingerprint import fingerprint
 from vkback.gguf.tokenizer import Tokenizer
-from vkback.models.adapter import Given, LoraLike
+from vkback.models.adapter import Given, LoraLike, without_adapters
 from vkback.models.adapter import given as adapters_given
 from vkback.models.naming import model_title
 from vkback.models.texts import Pooling
@@ -304,6 +305,8 @@ class LoadedModel:
         self.load_s = load_s
         self._turns = Turns()
         self._closed = False
+        found = engine.model.adapters if self._switched else ()
+        self._adapters = [LoadedAdapter(i, adapter.path, adapter.scale) for i, adapter in enumerate(found)]
         self._on_device: weakref.ref[Session] | None = None
         self._running: EngineText | None = None
         self._batched: BatchedTexts | None = None
@@ -368,19 +371,65 @@ class LoadedModel:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(self.engine.model.file) + (f" with {self._adapters}" if self._adapters else "")
+        return fingerprint(without_adapters(self.engine.model).file)
 
-    @cached_property
-    def _adapters(self) -> str:
+    def _adapter_names(self, scales: Sequence[float]) -> str:
         """Which adapter files are beside the weights, and what they are multiplied by."""
-        return ", ".join(adapter.name for adapter in self.engine.model.adapters)
+        found = self.engine.model.adapters
+        if self._switched:
+            found = tuple(replace(adapter, scale=scale) for adapter, scale in zip(found, scales, strict=False) if scale)
+        return ", ".join(adapter.name for adapter in found)
+
+    # -- adapters
+
+    @property
+    def _switched(self) -> bool:
+        lora = self.engine.model.lora
+        return lora is not None and lora.switched
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Those of `load_adapter`, by their numbers. Those of `load(lora=...)` are part of the model until another is loaded, and then are
+        among these."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, path: str | Path, scale: float = 1.0) -> LoadedAdapter:
+        """Bring an adapter file beside the weights, which stay where they are. From then on texts choose adapters and their scales (`lora=`
+        of `generate`, `chat`, `session` and the others), and texts of a batch each their own.
+
+        scale  what texts multiply it by that do not choose; 0: they are made without it. `scale` of the adapter may be set at any time
+
+        Programs are made anew, and each product that an adapter has a part in takes more work from then on, also while it is off. Raises
+        AdapterError for a file that is no adapter of this model, ModelError while texts of a batch run.
+        """
+        file, times = given.path("path", path), scale_of("scale", scale)
+        with self.using("load_adapter") as engine:
+            if self._batched is not None and self._batched.busy:
+                raise ModelError(f"[lora] {self.name}: texts of a batch run; load {file.name} before they begin, or when they have ended")
+            known = self._adapters or [LoadedAdapter(i, each.path, each.scale) for i, each in enumerate(engine.model.adapters)]
+            self.close_batch()
+            engine.load_adapters([Given(each.path, each.scale) for each in known] + [Given(file, times)])
+            self._adapters = [*known, LoadedAdapter(len(known), file, times)]
+            self.warm.clear()
+        return self._adapters[-1]
+
+    def adapter_scales(self, options: Options) -> tuple[float, ...]:
+        """What each adapter is multiplied by in a text of these options. Raises ModelError for adapters that there are not."""
+        if options.lora and self.engine.model.adapters and not self._switched:
+            raise ModelError(f"[lora] {self.name}: its adapters came with load(lora=...) and stay as they are; bring them by load_adapter")
+        return scales_of(options.lora, self._adapters, self.name)
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All that the bits of a state depend on: model, device, driver, and how the model was loaded."""
+        return self.settings_of(self.adapter_scales(Options()))
+
+    def settings_of(self, scales: Sequence[float]) -> Mapping[str, Any]:
+        """The same of a state that was read with these scales of adapters that are switched."""
         caps, devices = self.engine.device.caps, self.engine.devices
+        adapters = self._adapter_names(scales)
         return {
-            "model": self._fingerprint,
+            "model": self._fingerprint + (f" with {adapters}" if adapters else ""),
             "name": self.name,
             "ctx": self.engine.n_ctx,
             "act": self.engine.ctx.act,
@@ -389,7 +438,7 @@ class LoadedModel:
             "exact": self.engine.ctx.exact,
             "device": caps.name if len({d.caps.name for d in devices}) == 1 else ", ".join(d.caps.name for d in devices),
             "driver": f"{caps.driver_name} {caps.driver_info}",
-            **({"lora": self._adapters} if self._adapters else {}),
+            **({"lora": adapters} if adapters else {}),
         }
 
     @property
@@ -480,8 +529,7 @@ class LoadedModel:
     def _for_batch(self, options: Mapping[str, Any]) -> Options:
         self.engine.require_one_device("making several texts at once")
         checked = Options.of(options, self.n_vocab)
-        if checked.logits_processor:
-            raise ModelError("[model] logits_processor: texts of a batch are picked on the device; make them one by one with `generate`")
+        self.adapter_scales(checked)
         self.constraint(checked.form)  # whether there is one is known before anything runs
         return checked
 
@@ -603,8 +651,6 @@ class LoadedModel:
     @with_keywords
     def astream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Stream:
         """`async for piece in model.astream_chat(messages)`: as `chat`, and as `astream` beside the texts of other tasks."""
-        if options.get("logits_processor"):
-            self._for_batch({"logits_processor": options["logits_processor"]})
         return Session(self, lasting=False, shared=True).stream_chat(messages, **options)
 
     @with_keywords
@@ -612,10 +658,12 @@ class LoadedModel:
         """`await model.achat(messages)`: as `chat`, and as `astream` beside the texts of other tasks."""
         return await self.astream_chat(messages, **options).afinished()
 
-    def session(self) -> Session:
-        """An empty text that grows, may be saved, loaded and forked."""
+    def session(self, *, lora: LoraChoice = None) -> Session:
+        """An empty text that grows, may be saved, loaded and forked. lora: adapters of its calls that choose none, as of `generate`."""
         self.require_open("session")
-        return Session(self)
+        wanted = chosen("lora", lora)
+        self.adapter_scales(Options(lora=wanted))
+        return Session(self, lora=wanted)
 
     # -- vectors
 
@@ -631,7 +679,7 @@ class LoadedModel:
         """
         one = given.several(texts) is None and not (isinstance(texts, list | tuple) and not texts)
         prompts: list[Prompt] = [cast(Prompt, texts)] if one else [cast(Prompt, text) for text in texts]
-        with self.using("embed", keep=True) as engine:
+        with self._whole_texts("embed") as engine:
             if pooling is not None:
                 pooling = given.choice("pooling", pooling, EMBEDS)
             found = list(vectors(engine, self.text_ids(prompts), pooling, given.flag("normalize", normalize)))
@@ -640,7 +688,7 @@ class LoadedModel:
 
     def embed_tokens(self, text: Prompt, *, normalize: bool = False) -> Vectors:
         """What each token of a text comes out as: float32 [tokens, n_embd], before any pooling."""
-        with self.using("embed_tokens", keep=True) as engine:
+        with self._whole_texts("embed_tokens") as engine:
             (found,) = vectors(engine, self.text_ids([text]), "none", normalize)
         return found
 
@@ -649,7 +697,7 @@ class LoadedModel:
         classifier gives (logits), of Qwen3's probabilities. Raises ModelError where the file has no classifier."""
         if isinstance(documents, str) or not all(isinstance(each, str) for each in documents):
             raise given.wrong("documents", documents, "a list of texts")
-        with self.using("rank", keep=True) as engine:
+        with self._whole_texts("rank") as engine:
             pairs = [self.pair_ids(query, document, i) for i, document in enumerate(documents)]
             return ranked(engine, pairs)
 
@@ -974,6 +1022,22 @@ class LoadedModel:
             yield self.engine
 
     @contextmanager
+    def _whole_texts(self, what: str) -> Iterator[Engine]:
+        """The engine for whole texts, which leave its state alone."""
+        with self.using(what, keep=True) as engine, self.own_adapters():
+            yield engine
+
+    @contextmanager
+    def own_adapters(self) -> Iterator[None]:
+        """The model's own choice of adapters, for a caller that has its turn and leaves the engine's state alone."""
+        before = self.engine.adapter_scales
+        self.engine.put_adapters(self.adapter_scales(Options()))
+        try:
+            yield
+        finally:
+            self.engine.put_adapters(before)
+
+    @contextmanager
     def stepping(self, what: str) -> Iterator[Engine]:
         """The engine, for steps of a batch: as `using` without a session, but where no session has the engine's own cache, that is left as
         it is."""
@@ -1001,6 +1065,7 @@ class LoadedModel:
             before.keep_on_host(self.engine.snapshot())
         self._on_device = None if session is None else weakref.ref(session)
         self.engine.reset()
+        self.engine.use_adapters(self.adapter_scales(Options()) if session is None else session.adapters)
         if session is not None and (kept := session.from_host()) is not None:
             self.engine.restore(kept)
 

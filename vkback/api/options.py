@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, TypedDict, TypeVar
 
 from vkback.api import given
+from vkback.api.adapters import Chosen, LoraChoice, chosen
 from vkback.api.errors import ModelError
 from vkback.engine.constraint import Gbnf
 from vkback.engine.host_loop import LogitsProcessor
@@ -54,6 +55,8 @@ class GenerateOptions(TypedDict, total=False):
                  a function or several that change the logits of each token in turn, before all else: (tokens so far, logits) -> logits, or
                  None where they were changed in place. The slow way: each token waits for its logits, and is picked on the host
     draft_max    drafts of a step at most, 0 for none; None: as the model was loaded
+    lora         adapters of `load_adapter` that the text is made with: one, (adapter, scale), or a list of these; [] for none; None: all,
+                 times the scale of each
     json_schema  the text is JSON of this schema, {"type": "object"} for any object, and ends when it is whole: a dict, JSON, or a class of
                  pydantic; needs `vkback[json]`
     grammar      the text is of this grammar, in llama.cpp's language, GBNF, and ends when nothing more may come; needs `vkback[json]`
@@ -90,6 +93,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] | None
     draft_max: int | None
+    lora: LoraChoice
     json_schema: Mapping[str, Any] | str | type | None
     grammar: str | None
 
@@ -120,6 +124,7 @@ class Options(ChainSettings):
     ignore_eos: bool = False
     logits_processor: tuple[LogitsProcessor, ...] = ()
     draft_max: int | None = None
+    lora: Chosen | None = None
     json_schema: str | None = None
     grammar: str | None = None
 
@@ -334,6 +339,7 @@ CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "ignore_eos": given.flag,
     "logits_processor": _processors,
     "draft_max": _count,
+    "lora": chosen,
     "json_schema": _schema,
     "grammar": _grammar,
 }

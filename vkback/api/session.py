@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vkback.api import given
+from vkback.api.adapters import Chosen
 from vkback.api.errors import too_long
 from vkback.api.given import Prompt
 from vkback.api.message import MessageReader
@@ -44,9 +45,12 @@ class Session:
         *,
         lasting: bool = True,
         shared: bool | None = None,
+        lora: Chosen | None = None,
+        adapters: tuple[float, ...] | None = None,
     ) -> None:
         """Use `LoadedModel.session`. lasting: its state is worth keeping while others have the device. shared: its texts are made in the
-        model's batch; None: as the model was loaded."""
+        model's batch; None: as the model was loaded. lora: adapters of its calls that choose none. adapters: that a snapshot was read with.
+        """
         self.model = model
         self._lasting = lasting
         self._shared = model.shared if shared is None else shared
@@ -54,6 +58,9 @@ class Session:
         self._snapshot = snapshot
         self._stream: weakref.ref[Stream] | None = None
         self._went_on = False  # in a batch: the engine's state may be of another text
+        self._lora = lora
+        self.adapters = () if adapters is None else adapters
+        """What its state was read with, each adapter's scale."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -75,11 +82,11 @@ class Session:
     @with_keywords
     def stream(self, prompt: Prompt = "", **options: Unpack[GenerateOptions]) -> Stream:
         """As `generate`, piece by piece."""
-        checked = Options.of(options, self.model.n_vocab)
+        checked = self._checked(options)
         self.model.require_room(prompt)
         nothing = isinstance(prompt, Sized) and not len(prompt)
         what = "session.stream"
-        if self._in_batch(checked):
+        if self._shared:
             self.model.require_open(what)
             self.end_stream(what)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
@@ -87,6 +94,7 @@ class Session:
         constraint = self.model.constraint(checked.form)
         with self.model.using(what, self) as engine:
             self._settle(engine)
+            self._adapt(engine, checked)
             new = [] if nothing and self._tokens else self.model.ids(prompt, start=not self._tokens)
             self._check_room(len(self._tokens) + len(new))
             reused = engine.n_past
@@ -157,7 +165,7 @@ class Session:
         tool_choice      "auto", "none", "required", or the name of the tool that must be called; the latter two need `vkback[json]`
         Raises ChatTemplateError for a model without a template, and for what the template refuses.
         """
-        checked = Options.of(options, self.model.n_vocab)
+        checked = self._checked(options)
         prompt, checked = self.model.chat_asked(messages, template, template_kwargs, tool_use(tools, tool_choice), checked)
         constraint = self.model.constraint_of(prompt, checked)
         return self.stream_of("session.chat", prompt.ids, checked, constraint, prompt.reader_for(checked))
@@ -165,7 +173,7 @@ class Session:
     @with_keywords
     def stream_from(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Go on from a prompt in the place of the session's text; what both begin with is kept and not read again."""
-        checked = Options.of(options, self.model.n_vocab)
+        checked = self._checked(options)
         self.model.require_room(prompt)
         constraint = self.model.constraint(checked.form)
         return self.stream_of("session.stream_from", self.model.ids(prompt, start=True), checked, constraint)
@@ -175,12 +183,13 @@ class Session:
     ) -> Stream:
         """As `stream_from`, of ids and options that are checked. what: the call, for errors. constraint: what the text is held to. reader:
         of a reply that has thoughts beside the answer."""
-        if self._in_batch(checked):
+        if self._shared:
             self.model.require_open(what)
             self.end_stream(what)
             return self._shared_stream(ids, checked, constraint, reader)
         with self.model.using(what, self) as engine:
             self._settle(engine)
+            self._adapt(engine, checked)
             self._check_room(len(ids))
             common = next((i for i, (a, b) in enumerate(zip(self._tokens, ids, strict=False)) if a != b), min(len(self._tokens), len(ids)))
             reused = min(common, engine.n_past, len(ids) - 1)  # one token must go through the model, to give the first logits
@@ -227,10 +236,10 @@ class Session:
         if self._shared:
             self.model.require_open("session.fork")
             self.end_stream("session.fork")
-            return Session(self.model, self._tokens, lasting=True, shared=True)
+            return Session(self.model, self._tokens, lasting=True, shared=True, lora=self._lora)
         with self.model.using("session.fork", self) as engine:
             self._settle(engine)
-            return Session(self.model, self._tokens, engine.snapshot(), shared=False)
+            return Session(self.model, self._tokens, engine.snapshot(), shared=False, lora=self._lora, adapters=self.adapters)
 
     def save(self, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
         """Write text and state to a file, in the place of an older one only once all is written (vkback/engine/snapshot.py has the form).
@@ -239,10 +248,11 @@ class Session:
         with self.model.using("session.save", self) as engine:
             self._settle(engine)
             if self._shared:
+                self._adapt(engine, Options(lora=self._lora))
                 engine.prompt(self._tokens[engine.n_past : -1])
             snapshot = engine.snapshot()
             waiting = self._tokens[len(snapshot.tokens) :]
-            write_state(file, snapshot, self.model.settings, {"waiting": waiting, "notes": dict(notes or {})})
+            write_state(file, snapshot, self.model.settings_of(self.adapters), {"waiting": waiting, "notes": dict(notes or {})})
 
     def load(self, path: str | Path, *, exact: bool = True) -> dict[str, Any]:
         """Take text and state from a file, in the place of this session's; gives the notes that were saved with it.
@@ -253,7 +263,8 @@ class Session:
         """
         file = given.path("path", path, "session")
         snapshot, settings, extra = read_state(file)
-        own = self.model.settings
+        adapters = self.model.adapter_scales(Options(lora=self._lora))
+        own = self.model.settings_of(adapters)
         wrong = differences(settings, own)
         if settings.get("model") != own["model"]:
             same = settings.get("name") == own["name"]
@@ -266,7 +277,9 @@ class Session:
                 "Use the same settings, or exact=False to go on all the same"
             )
         with self.model.using("session.load", self) as engine:
+            engine.use_adapters(adapters)
             engine.restore(snapshot)
+            self.adapters = adapters
             self._tokens = [*snapshot.tokens, *extra["waiting"]]
         notes: dict[str, Any] = extra["notes"]
         return notes
@@ -292,9 +305,14 @@ class Session:
         stream = self._stream() if self._stream else None
         return self._lasting or (stream is not None and not stream.ended)
 
-    def _in_batch(self, checked: Options) -> bool:
-        """Whether a text is made in the model's batch."""
-        return self._shared and not checked.logits_processor
+    def _checked(self, options: Mapping[str, Any]) -> Options:
+        checked = Options.of(options, self.model.n_vocab)
+        return checked if checked.lora is not None else replace(checked, lora=self._lora)
+
+    def _adapt(self, engine: Engine, checked: Options) -> None:
+        """With other adapters than before the text is read anew."""
+        self.adapters = self.model.adapter_scales(checked)
+        engine.use_adapters(self.adapters)
 
     def _engine_stream(
         self, engine: Engine, reused: int, checked: Options, constraint: Constraint | None, reader: MessageReader | None = None

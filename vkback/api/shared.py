@@ -127,7 +127,8 @@ class SharedTexts:
         if asked.left.is_set():
             return None
         client = str(id(asked.client))
-        return texts.add(asked.prompt, asked.options, asked.constraint(), reader=asked.reader(), client=client)
+        adapters = self._model.adapter_scales(asked.options)
+        return texts.add(asked.prompt, asked.options, asked.constraint(), reader=asked.reader(), client=client, adapters=adapters)
 
     def over(self, asked: TextRequest) -> FinishReason | None:
         if self._stopped:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -120,6 +121,9 @@ def serve(
     draft_p_min: DraftPMinOption = 0.0,
     spec_earlier: SpecEarlierOption = False,
     lora: LoraOption = None,
+    lora_init_without_apply: Annotated[
+        bool, typer.Option("--lora-init-without-apply", help="Adapters are off until POST /lora-adapters or a request turns them on.")
+    ] = False,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
     *,
@@ -141,6 +145,8 @@ def serve(
     chosen, variables = template_text(template), template_variables(template_kwargs)
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
+    if lora_init_without_apply:
+        adapters = tuple(replace(each, scale=0.0) for each in adapters)
     log_to_stderr()
     listed = device_list(device)
     if listed is not None and tensor_split is None:
@@ -163,6 +169,7 @@ def serve(
         draft_p_min=draft_p_min,
         spec_earlier=spec_earlier,
         lora=adapters,
+        lora_switched=True,
         progress=bars(),
     )
     worker = Worker(

@@ -49,7 +49,7 @@ from vkback.errors import VkbackError
 from vkback.events import Report, Reported, log, progress_log
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.graph import Graph, Part, Tensor
-from vkback.models.adapter import Given, LoraLike, given, with_adapters
+from vkback.models.adapter import Given, LoraLike, given, with_adapters, without_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.cache_range import overflow_message
 from vkback.models.registry import Model, text_inputs
@@ -64,8 +64,9 @@ from vkback.ops.sampling.penalties import mask_words
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
-from vkback.plan.schedule import Schedule
-from vkback.program import CompileTotals, Program
+from vkback.plan.passes.lora import SCALES, is_adapter_tensor
+from vkback.plan.schedule import Schedule, aligned
+from vkback.program import CompileTotals, Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, identity, tables_text
@@ -110,6 +111,23 @@ class EngineError(VkbackError):
 def times_key(kind: str, drafts: Drafts) -> str:
     """By which times of steps are known."""
     return f"{kind}, draft model" if drafts.model else kind
+
+
+@dataclass
+class AdapterMemory:
+    """What belongs to adapters that are switched: memory that ends with them, the input of their scales, and what that has now."""
+
+    arenas: list[Arena] = field(default_factory=list)
+    inputs: dict[str, BufferRange] = field(default_factory=dict)
+    scales: tuple[float, ...] = ()
+
+
+def whole_scales(scales: Iterable[float]) -> tuple[float, ...]:
+    """The same without zeros at the end, so that equal ones are equal."""
+    found = [float(scale) for scale in scales]
+    while found and not found[-1]:
+        found.pop()
+    return tuple(found)
 
 
 @dataclass
@@ -192,6 +210,8 @@ class Engine:
             )
         self._owned: list[Device] = []
         self._arenas: list[Arena] = []
+        self._adapters = AdapterMemory()
+        self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
         self._draft_model: Drafter | None = None
@@ -234,7 +254,10 @@ class Engine:
                 self._draft_model = self._mtp_block()
             for stage in self._split.stages if self._split is not None else ():
                 stage.load(options.repack)
+            self._adapters = self._scales_of(model)
             loaded = self._load(weights, meanwhile, options.repack)
+            self._base = {name: (t, loaded.ranges[name]) for name, t in weights.items() if not is_adapter_tensor(name)}
+            self._repack = options.repack
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
                 self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
@@ -262,6 +285,7 @@ class Engine:
         exact: Exact = False,
         lora: LoraLike | Sequence[Given] | None = None,
         lora_scale: float | Sequence[float] = 1.0,
+        lora_switched: bool = False,
         meanwhile: Callable[[Engine], object] | None = None,
         repack: Repack | None = None,
     ) -> Engine:
@@ -278,6 +302,7 @@ class Engine:
             cache_type_v=cache_type_v,
             exact=exact,
             lora=given(lora, lora_scale),
+            lora_switched=lora_switched,
             fusion=fusion,
             repack=repack,
             progress=progress or None,
@@ -306,7 +331,9 @@ class Engine:
         with contextlib.ExitStack() as opened, ThreadPoolExecutor(1) as pool:  # a driver takes tenths of a second, as does a vocabulary
             opening = pool.submit(lambda: [each if isinstance(each, Device) else _opened(each, opened) for each in asked])
             try:
-                model = with_adapters(Model.open(path), options.lora) if options.lora else Model.open(path)
+                model = Model.open(path)
+                if options.lora:
+                    model = with_adapters(model, options.lora, switched=options.lora_switched and len(asked) == 1)
                 cache_types(model, options)
             finally:
                 opening.exception()  # what it has opened is closed with the others
@@ -366,9 +393,10 @@ class Engine:
         self._token_programs.close()
         if self._split is not None:
             self._split.close()
-        for arena in reversed(self._arenas):
+        for arena in reversed([*self._arenas, *self._adapters.arenas]):
             arena.destroy()
         self._arenas.clear()
+        self._adapters = AdapterMemory()
         for device in self._owned:
             device.close()
 
@@ -648,7 +676,8 @@ class Engine:
         self._kernels.compile(schedule.dispatches())
         if self._split is not None:
             inputs = self._split.inputs(1) | inputs
-        return Program(self.device, self.library, schedule, self._state.ranges | inputs, self.weights, activations)
+        given = self._state.ranges | self._adapters.inputs | inputs
+        return Program(self.device, self.library, schedule, given, self.weights, activations)
 
     def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to
@@ -700,6 +729,99 @@ class Engine:
         self._trial.forget()
         self._prompts.attach(n_ctx)
         self._allocate_state()
+
+    def load_adapters(self, files: Sequence[Given]) -> None:
+        """Run these adapters beside the weights, and no others: of each the given scale, until `use_adapters` switches them. Weights stay
+        where they are; programs are made anew, and the text so far is forgotten. Nothing else may use the engine meanwhile.
+
+        Raises AdapterError for a file that does not fit, VkbackError where memory is short; the engine is then as it was.
+        """
+        self.require_one_device("adapters that are switched")
+        before, adapters = self.model, self._adapters
+        model = with_adapters(without_adapters(before), files, switched=True)
+        self.reset()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+        self._forget_all_programs()
+        self._plans.use_model(model)
+        self.model = model
+        made = AdapterMemory()
+        try:
+            made = self._scales_of(model)
+            wanted = self._tensors("weight")
+            missing = {name: t for name, t in wanted.items() if self._base.get(name, (None,))[0] != t}
+            with WeightLoad(model.file, missing, self.device, self.library, repack=self._repack) as load:
+                with Reported(self._report, "load", load.total_bytes, "reading") as work:
+                    load.run(work.advance, work.waits_for)
+                loaded = load.loaded()
+            made.arenas.append(loaded.arena)
+        except BaseException:
+            for arena in made.arenas:
+                arena.destroy()
+            self.model = before
+            self._plans.use_model(before)
+            raise
+        self._adapters = made
+        self.weights = {name: ranges for name, (_, ranges) in self._base.items()} | loaded.ranges
+        for arena in adapters.arenas:
+            arena.destroy()
+        ctx = self._plans.ctx
+        if loaded.beyond_f16 - ctx.beyond_f16 or loaded.coarse - ctx.coarse:
+            self._plans.keep_out_of_f16(ctx.beyond_f16 | loaded.beyond_f16, ctx.coarse | loaded.coarse)
+        self._trial.forget()
+
+    def _forget_all_programs(self) -> None:
+        self._draft_programs.forget_programs()
+        self._token_programs.forget_programs()
+        if isinstance(self._draft_model, MtpBlock):
+            self._draft_model.forget_programs()
+        self._prompts.close()
+        self._texts.close()
+
+    def _scales_of(self, model: Model) -> AdapterMemory:
+        """Memory for the scales of a model's adapters, which has those that they were loaded with."""
+        if model.lora is None or not model.lora.switched:
+            return AdapterMemory()
+        scales = whole_scales(adapter.scale for adapter in model.adapters)
+        words = model.lora.switches(scales)
+        arena = self.device.arena("scales of adapters", aligned(words.nbytes), "device")
+        memory = arena.alloc(words.nbytes, SCALES)
+        self.device.upload(memory, words)
+        return AdapterMemory([arena], {SCALES: memory}, scales)
+
+    @property
+    def adapter_scales(self) -> tuple[float, ...]:
+        """What each adapter is multiplied by now, the last that is off and those behind it left out."""
+        return self._adapters.scales
+
+    def use_adapters(self, scales: Sequence[float]) -> None:
+        """Multiply each adapter by a number from here on, 0: it is off; those behind the last number are off. Where that changes anything,
+        the text so far is forgotten: it was read with others. Nothing is in flight. Raises EngineError where adapters cannot be switched.
+        """
+        if whole_scales(scales) != self._adapters.scales:
+            self.reset()
+            self.put_adapters(scales)
+
+    def put_adapters(self, scales: Sequence[float]) -> None:
+        """As `use_adapters`, for whoever leaves the text so far alone."""
+        wanted, lora = whole_scales(scales), self.model.lora
+        if wanted != self._adapters.scales:
+            self.check_adapters(wanted)
+            assert lora is not None
+            self.device.upload(self._adapters.inputs[SCALES], lora.switches(wanted))
+            self._adapters.scales = wanted
+
+    def check_adapters(self, scales: Sequence[float]) -> None:
+        """Raises EngineError where there are not so many adapters that can be switched."""
+        wanted, lora = whole_scales(scales), self.model.lora
+        if not wanted:
+            return
+        if lora is None or not lora.switched or len(wanted) > len(lora.widths):
+            raise EngineError(
+                f"[lora] {self.model.file.path}: scales {list(wanted)} of adapters; expected at most "
+                f"{len(lora.widths) if lora is not None else 0} of those loaded to be switched"
+            )
 
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing

@@ -35,6 +35,7 @@ class LoadOptions:
             batch have, whoever else is served (vkback/engine/batch)
     sequences  texts of a batch that run at once, at most; None: as many as pay (vkback/api/model.py)
     lora    adapter files (vkback/models/adapter.py)
+    lora_switched  their scales may change while texts are made, and differ between them
     spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
             the latter, but none on CPU drivers, which take seconds to compile a step of each width. "draft-mtp": those of the
             file's own block that predicts the token after the next one (vkback/models/mtp.py)
@@ -57,6 +58,7 @@ class LoadOptions:
     exact: Exact = False
     sequences: int | None = None
     lora: tuple[Given, ...] = ()
+    lora_switched: bool = False
     spec_type: str | None = None
     model_draft: str | Path | None = None
     draft_max: int | None = None
@@ -102,6 +104,7 @@ class LoadOptions:
         elif self.exact != "requests":
             raise checks.wrong("exact", self.exact, 'True, False or "requests"')
         self._set("lora", given(self.lora))
+        self._set("lora_switched", checks.flag("lora_switched", self.lora_switched))
         if self.progress is not None and not callable(self.progress):
             raise checks.wrong("progress", self.progress, "a function, or None")
 

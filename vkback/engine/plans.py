@@ -51,6 +51,12 @@ class Plans:
         # Why prompts have them between all stages: to compare both ways a prompt runs twice, which recurrent states do not survive.
         self._prompt_barriers = "recurrent states" if model.architecture.recurrent else ""
 
+    def use_model(self, model: Model) -> None:
+        """Plan everything anew, for the same model with other adapters."""
+        with self._lock:
+            self._model = model
+            self._schedules.clear()
+
     def graph(self, n_tokens: int, head: Head, *, keep: bool = False) -> Graph:
         """The graph of so many tokens. keep: recurrent states after each of them are kept."""
         kept = StateSlots(self.slots, keep)

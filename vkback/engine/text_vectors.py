@@ -19,6 +19,7 @@ from vkback.graph import Graph
 from vkback.models.texts import Pooling, Texts
 from vkback.ops.storage import nbytes
 from vkback.plan.cost.forecast import cuts, low_costs
+from vkback.plan.passes.lora import SCALES
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
 from vkback.program.program import overflow_bytes
@@ -164,7 +165,7 @@ class TextVectors:
         graph = self._graph(n, kind)
         schedule = self._plan(graph)
         tensors = graph.tensors().values()
-        wanted = {t.name: nbytes(t) for t in tensors if t.kind == "input"}
+        wanted = {t.name: nbytes(t) for t in tensors if t.kind == "input" and t.name != SCALES}  # which is the engine's
         states = {t.name: nbytes(t) for t in tensors if t.kind == "state"}
         (output,) = graph.outputs
         words = overflow_bytes(schedule)

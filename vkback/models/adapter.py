@@ -26,7 +26,7 @@ from vkback.gguf.file import GgufError, GgufFile, GgufTensor, quoted
 from vkback.gguf.fingerprint import fingerprint
 from vkback.models.naming import file_type
 from vkback.paths import new_file_or
-from vkback.plan.passes.lora import TRANSPOSED, A, B, Lora
+from vkback.plan.passes.lora import TRANSPOSED, A, B, Lora, is_adapter_tensor
 
 if TYPE_CHECKING:
     from vkback.models.registry import Model
@@ -248,11 +248,38 @@ def _rows(t: GgufTensor, ranges: Sequence[tuple[int, int]]) -> GgufTensor:
     return replace(t, shape=(rows, *t.shape[1:]), offset=t.offset + row0 * nbytes, nbytes=rows * nbytes, row0=row0)
 
 
-def with_adapters(model: Model, files: Sequence[Given]) -> Model:
-    """A model with adapter files beside its weights; what several add to a weight is added up. Raises AdapterError."""
+def _side_by_side(found: Sequence[Adapter]) -> tuple[Lora, dict[str, tuple[GgufTensor, GgufTensor]]]:
+    """Adapters that are switched: of every weight that any has, A of all of them by rows and B by columns, zeros where one has nothing or
+    less than elsewhere. So one vector of scales is that of all weights. B has alpha / rank in it."""
+    widths = tuple(max(a.shape[0] for a, _ in adapter.pairs.values()) for adapter in found)
+    rank = sum(widths)
+    pairs = {}
+    for weight in dict.fromkeys(name for adapter in found for name in adapter.pairs):
+        k, m = next((a.shape[1], b.shape[0]) for a, b in (adapter.pairs[weight] for adapter in found if weight in adapter.pairs))
+        whole_a, whole_b = np.zeros((rank, k), np.float32), np.zeros((m, rank), np.float32)
+        first = 0
+        for adapter, width in zip(found, widths, strict=True):
+            if weight in adapter.pairs:
+                a, b = map(_decoded, adapter.pairs[weight])
+                whole_a[first : first + len(a)] = a
+                whole_b[:, first : first + len(a)] = replace(adapter, scale=1.0).lora.scale(weight) * b
+            first += width
+        pairs[weight] = _held(weight + A, whole_a), _held(weight + B, whole_b)
+    return Lora(dict.fromkeys(pairs, rank), alpha=0.0, widths=widths), pairs
+
+
+def without_adapters(model: Model) -> Model:
+    """The model by itself."""
+    tensors = {name: t for name, t in model.file.tensors.items() if not is_adapter_tensor(name)}
+    return replace(model, file=replace(model.file, tensors=tensors), lora=None, adapters=())
+
+
+def with_adapters(model: Model, files: Sequence[Given], *, switched: bool = False) -> Model:
+    """A model with adapter files beside its weights; what several add to a weight is added up. switched: their scales are an input of its
+    graphs (vkback/plan/passes/lora.py). Raises AdapterError."""
     base = GgufFile.open(model.file.path)
     found = [read_adapter(each.path, base, each.scale) for each in files]
-    lora, pairs = _together(found)
+    lora, pairs = _side_by_side(found) if switched else _together(found)
     parts: dict[str, list[str]] = {}
     for name, t in model.file.tensors.items():  # a tensor of several weights (Q, K and V of gpt2): each has the same A, and its rows of B
         parts.setdefault(t.name, []).append(name)
@@ -349,4 +376,16 @@ def _write_anew(
     writer.close()
 
 
-__all__ = ["Adapter", "AdapterError", "Given", "LoraLike", "Merged", "given", "merge", "read_adapter", "with_adapters", "write_adapter"]
+__all__ = [
+    "Adapter",
+    "AdapterError",
+    "Given",
+    "LoraLike",
+    "Merged",
+    "given",
+    "merge",
+    "read_adapter",
+    "with_adapters",
+    "without_adapters",
+    "write_adapter",
+]

@@ -161,7 +161,10 @@ class Model:
     ) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
         built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept, with_mtp=with_mtp)
-        return built if self.lora is None else replace(built, nodes=adapted(built.nodes, self.lora))
+        if self.lora is None:
+            return built
+        columns = None if paging is None else (n_tokens, paging.n_slots)
+        return replace(built, nodes=adapted(built.nodes, self.lora, columns))
 
     def mtp_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
         """Of the block that predicts the token after the next one (vkback/models/mtp.py), for one token. Raises GgufError."""

@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import vkback
-from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedModel, ModelError, Result
+from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedAdapter, LoadedModel, ModelError, Result
 from vkback.api.best_of import likeliest
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
@@ -148,7 +148,10 @@ def build_app(
             Route("/infill", server.native.infill, methods=["POST"]),
             Route("/slots", server.native.slots),
             Route("/props", texts.props),
+            Route("/lora-adapters", server.adapters),
+            Route("/lora-adapters", server.set_adapters, methods=["POST"]),
             *(Route(path, vectors.embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/embeddings")),
+            Route("/embedding", vectors.of_content, methods=["POST"]),
             *(Route(path, vectors.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
@@ -273,6 +276,26 @@ class Server:
         if (name := request.path_params["name"]) not in self.worker.model_names:
             raise self._unknown_model(name)
         return JSONResponse(self._model())
+
+    async def adapters(self, request: Request) -> Response:
+        """Adapters beside the weights, and what requests multiply them by that do not say."""
+        self.authorize(request)
+        files = {i: adapter.file.metadata for i, adapter in enumerate(self.worker.facts.engine.model.adapters)}
+
+        def said(adapter: LoadedAdapter, key: str) -> str:
+            return str(files[adapter.id].get(f"adapter.lora.{key}", ""))
+
+        told = [
+            {"id": each.id, "path": str(each.path), "scale": each.scale} | {key: said(each, key) for key in ("task_name", "prompt_prefix")}
+            for each in self.worker.facts.adapters
+        ]
+        return JSONResponse(told)
+
+    async def set_adapters(self, request: Request) -> Response:
+        """Change those numbers, for requests that come from here on. Adapters that are left out are off."""
+        asked = await self.parsed(request, schema.AdapterRequest)
+        self.worker.set_adapters({each.id: each.scale for each in asked.root})
+        return JSONResponse({"success": True})
 
     async def completions(self, request: Request) -> Response:
         asked = await self.parsed(request, schema.CompletionRequest)

@@ -56,6 +56,18 @@ class Embeddings:
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(spelled)]
         return JSONResponse({"object": "list", "data": data, "model": self._worker.model_name, "usage": _usage(count)})
 
+    async def of_content(self, request: Request) -> Response:
+        """llama-server's: `content` is one text or several, and of each there is a list with its vector."""
+        asked: schema.ContentEmbedding = await self._parsed(request, schema.ContentEmbedding)
+        texts = asked.texts()
+
+        def embed(model: LoadedModel) -> tuple[Vectors, int]:
+            ids = model.text_ids(texts)
+            return np.stack(list(vectors(model.engine, ids, self._pooling, asked.embd_normalize != -1))), sum(map(len, ids))
+
+        rows, _ = await self._made(request, embed)
+        return JSONResponse([{"index": i, "embedding": [row.tolist()]} for i, row in enumerate(rows)])
+
     async def rerank(self, request: Request) -> Response:
         """As Jina's and llama-server's: documents by how well they answer the query, the best first."""
         asked: schema.RerankRequest = await self._parsed(request, schema.RerankRequest)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, RootModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, from_json
 
@@ -121,6 +121,22 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(ge=0)]
 
 
+class AdapterScale(JsonFields):
+    """An adapter of the server, and what it is multiplied by."""
+
+    id: Annotated[int, Field(ge=0)] = Field(description="the number of an adapter, as GET /lora-adapters lists them")
+    scale: float = Field(default=1.0, description="a number, 0 for off")
+
+
+AdapterScales = Annotated[list[AdapterScale], Field(max_length=1024)]
+
+
+class AdapterRequest(RootModel[AdapterScales]):
+    """POST /lora-adapters: what adapters are multiplied by in requests that do not say; those that are left out are off."""
+
+    root: AdapterScales = Field(description='a list of adapters, as [{"id": 0, "scale": 0.5}]')
+
+
 def _samplers(given: list[str] | str) -> list[str] | str:
     """Raises ValueError for names that there are not."""
     try:
@@ -179,6 +195,7 @@ class Sampling(JsonFields):
     speculative_n_max: Annotated[int, Field(ge=0)] | None = Field(
         default=None, alias="speculative.n_max", description="a whole number of at least 0"
     )
+    lora: AdapterScales | None = Field(default=None, description='a list of adapters, as [{"id": 0, "scale": 0.5}]; [] for none')
     response_format: ResponseFormat | None = Field(default=None, description='{"type": "text"}, "json_object" or "json_schema"')
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="a whole number from 1 to 128")
     user: str | None = Field(default=None, description="a text")
@@ -208,6 +225,8 @@ class Sampling(JsonFields):
         options |= cast(GenerateOptions, {name: value for name, value in named.items() if value is not None})
         if self.speculative_n_max is not None:
             options["draft_max"] = self.speculative_n_max
+        if self.lora is not None:
+            options["lora"] = [(each.id, each.scale) for each in self.lora]
         if self.stop is not None:
             options["stop"] = self.stop
         if self.presence_penalty is not None:
@@ -512,6 +531,18 @@ class EmbeddingRequest(JsonFields):
         return [ids] if ids else [each for each in self.input if not isinstance(each, int)]
 
 
+class ContentEmbedding(JsonFields):
+    """POST /embedding, in llama-server's form. embd_normalize: -1 as the model gives them, 2 (default) of length 1."""
+
+    content: PromptText | TokenIds | Annotated[list[PromptText | TokenIds], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+        description=f"a text, token ids, or a list of these, none of them empty, at most {MAX_TEXTS}"
+    )
+    embd_normalize: Literal[-1, 2] = Field(default=2, description="-1 (not at all) or 2 (to length 1)")
+
+    def texts(self) -> list[str | list[int]]:
+        return EmbeddingRequest(input=self.content).texts()
+
+
 class DocumentText(JsonFields):
     """A document of a rerank request."""
 
@@ -575,6 +606,9 @@ def _place(kind: type[BaseModel], error: ErrorDetails) -> Place:
     path: list[str | int] = []
     model: type[BaseModel] | None = kind
     expected = "an object"
+    if issubclass(kind, RootModel):
+        root = kind.model_fields["root"]
+        model, expected = next(_models(root.annotation), None), root.description or expected
     for part in error["loc"]:
         if model is None:
             break  # within a value that is reported whole

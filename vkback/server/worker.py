@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -165,6 +165,18 @@ class Worker:
             return str(e)
         return ""
 
+    def set_adapters(self, scales: Mapping[int, float]) -> None:
+        """What requests from here on multiply adapters by that do not say; those left out are off. Raises BadRequest for one that there is
+        not."""
+        adapters = self.facts.adapters
+        for id in scales:
+            if id >= len(adapters):
+                raise BadRequest(
+                    f"[server] there is no adapter {id}; expected a number below {len(adapters)}, see GET /lora-adapters", "id"
+                )
+        for adapter in adapters:
+            adapter.scale = scales.get(adapter.id, 0.0)
+
     def submit(self, request: QueuedRequest) -> None:
         """Put a request at the end of its client's queue. Raises QueueFull and Unavailable."""
         with self._changed:
@@ -243,7 +255,8 @@ class Worker:
             self.leave(request)
             return None
         ids, options = asked_of(self.model, request)
-        return texts.add(ids, options, self.model.constraint_of(request.prompt, options), client=request.client)
+        adapters = self.model.adapter_scales(options)
+        return texts.add(ids, options, self.model.constraint_of(request.prompt, options), client=request.client, adapters=adapters)
 
     def over(self, request: QueuedRequest) -> FinishReason | None:
         if time.monotonic() > request.deadline:
@@ -319,7 +332,8 @@ class Worker:
 
     def call(self, request: QueuedRequest, make: Callable[[LoadedModel], tuple[Vectors, int]]) -> None:
         """Make the vectors or scores that it wants; texts that run go on from where they are. Within a turn."""
-        found = Called(*make(self.model))
+        with self.model.own_adapters():
+            found = Called(*make(self.model))
         self.gave_sign()
         self.counts.prompt_tokens += found.tokens
         self.counts.finished += 1
@@ -416,8 +430,11 @@ class Worker:
             with suppress(Exception):  # of a lost device nothing more can be asked
                 self._model.close()
             self._model = None
+        scales = [adapter.scale for adapter in self.facts.adapters]
         try:
             self._model = self.facts = self._load()
+            for adapter, scale in zip(self._model.adapters, scales, strict=True):
+                adapter.scale = scale
             self._open_batch()
             self._session = Session(self._model, shared=False)
         except Exception as e:  # whatever it is, the thread must go on

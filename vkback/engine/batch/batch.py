@@ -45,6 +45,7 @@ from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class
 from vkback.engine.constraint import Constraint
 from vkback.engine.drafts import ENOUGH, DraftCounts, Drafts, Probe
 from vkback.engine.engine import Engine, EngineError
+from vkback.engine.host_loop import HostPicker, LogitsProcessor
 from vkback.engine.sampler import Sampler, loop_state
 from vkback.errors import VkbackError
 from vkback.models.builder import Paging
@@ -93,6 +94,8 @@ class Request:
     logits       the caller wants the logits that each token was picked from, which costs speed
     constraint   what the text must be; steps then wait for the host
     drafts       those that it may have: alone by the engine's own loop, beside others in columns that the step has left
+    adapters     what each adapter of the engine is multiplied by, those behind the last off: texts with different ones share a step
+    processors   functions that change its logits: its tokens are picked on the host, and steps wait for that
     """
 
     tokens: tuple[int, ...]
@@ -103,6 +106,8 @@ class Request:
     logits: bool = False
     constraint: Constraint | None = None
     drafts: Drafts | None = None
+    adapters: tuple[float, ...] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
 
 
 @dataclass
@@ -132,7 +137,7 @@ class Update:
     reason: str = ""
     logits: tuple[Floats, ...] = ()
     took: Took = field(default_factory=Took)
-    error: VkbackError | None = None
+    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -141,7 +146,8 @@ class _Work:
     none. pages: entries of the page table that are written. seen: steps of its loop that were reported. begun: its prompt is in the
     staging cache, in part. mask: of its constraint, for the next token. chain: of its samplers, where it waited on the host. probe: what
     could have been drafted of it beside others. behind: tokens that its text on the device may lack, which are in its loop's ring if they
-    are few; -1: it is not there. counted: its drafts since it is."""
+    are few; -1: it is not there. counted: its drafts since it is. picker: of its tokens, where the host picks
+    them."""
 
     request: Request
     text: Text
@@ -158,6 +164,7 @@ class _Work:
     probe: Probe | None = None
     behind: int = -1
     counted: DraftCounts = field(default_factory=DraftCounts)
+    picker: HostPicker | None = None
 
 
 @dataclass(eq=False)
@@ -282,6 +289,8 @@ class Batch:
         self._edits = Edits()
         self._penalized_slots: set[int] = set()
         self._used_slots: dict[Literal["dry", "chains"], set[int]] = {"dry": set(), "chains": set()}
+        self._slot_adapters: dict[int, tuple[float, ...]] = {}
+        self._roots: dict[tuple[float, ...], int] = {(): 0}
         self._works: dict[int, _Work] = {}
         self._columns: list[_Work | None] = [None] * most
         self._draft_columns: dict[int, tuple[int, int]] = {}  # slot and number of a draft, by column
@@ -330,14 +339,20 @@ class Batch:
         SamplerError for more end-of-text ids than a loop has room for, and ConstraintError."""
         self.engine.check_ids(request.tokens)
         self.engine.check_ids([i for i, _ in request.sampler.logit_bias])
-        text = Text(next(self._ids), request.client, tuple(request.tokens), max(request.max_tokens, 1))
+        self.engine.check_adapters(request.adapters)
+        root = self._roots.setdefault(request.adapters, -len(self._roots))
+        text = Text(next(self._ids), request.client, tuple(request.tokens), max(request.max_tokens, 1), root=root)
         mask = request.constraint.mask() if request.constraint is not None else None
         # Before the text is in work: a model with too many end-of-text ids is refused here.
         loop = loop_state(request.sampler, self.engine.end_ids(request.stop_at_eos))[:LOOP_RING]
         if request.sampler.dries:
             self.engine.dry_words(request.sampler, self.engine.n_ctx)
+        picker = None
+        if request.processors:
+            picker = HostPicker(self.engine, request.tokens, request.processors, request.sampler, stop_at_eos=request.stop_at_eos)
+            loop = loop_state(Sampler(), [])[:LOOP_RING]
         self.scheduler.add(text)
-        self._works[text.id] = _Work(request, text, loop, mask=mask)
+        self._works[text.id] = _Work(request, text, loop, mask=mask, picker=picker)
         return text.id
 
     def fork(self, id: int, *, sampler: Sampler | None = None, max_tokens: int | None = None) -> int:
@@ -347,17 +362,16 @@ class Batch:
 
         sampler     of what it makes itself, default: the same, which gives the same text
         max_tokens  most that it has in the end, those that it begins with included; default: as the first one
-        Raises ScheduleError where the first one has ended or has as many tokens, EngineError where it has a constraint.
+        Raises ScheduleError where the first one has ended or has as many tokens, EngineError where it has a constraint or processors.
         """
         self._end_solo()
         work = self._works.get(id)
         if work is None:
             raise ScheduleError(f"[batch] text {id}: is not in work, so that it cannot be forked; expected one that has not ended")
         request = work.request
-        if request.constraint is not None:
-            raise EngineError(
-                f"[batch] text {id}: has a constraint, which knows one text alone; expected a text without: add a request with its tokens"
-            )
+        if request.constraint is not None or request.processors:
+            which = "processors, which know" if request.processors else "a constraint, which knows"
+            raise EngineError(f"[batch] text {id}: has {which} one text alone; expected a text without: add a request with its tokens")
         request = replace(
             request,
             sampler=request.sampler if sampler is None else sampler,
@@ -446,7 +460,7 @@ class Batch:
             work = self._works[action.text.id]
             work.kept = [self._caches.download([page]) for page in action.pages]
             work.kept_states = self._caches.download_states(action.slot)
-            if work.request.sampler.mirostat and work.request.sampler.chained:
+            if work.picker is None and work.request.sampler.mirostat and work.request.sampler.chained:
                 size = 4 * CHAIN_WORDS
                 work.chain = self.device.download(self._programs.other_input("chains").slice(action.slot * size, size), np.float32)
             work.pages = 0
@@ -475,6 +489,7 @@ class Batch:
         if not work.begun:
             work.begun = True
             self.engine.reset()
+            self.engine.use_adapters(work.request.adapters)
             work.took.reused = action.first
             if action.matched:
                 self._caches.stage(action.matched, range(len(action.matched)))
@@ -534,6 +549,7 @@ class Batch:
             if c.steps:
                 self._place(work)
             self._give_pages(work)
+            self._give_adapters(work)
         self._prefill(columns)
         kind = replace(kind, drafts=drafting)
         self._give_drafts(columns, action)
@@ -560,7 +576,8 @@ class Batch:
         column, (work,) = action.columns[0], self._works.values()
         request = work.request
         drafts = request.max_tokens and request.drafts and request.drafts.most
-        plain = not (request.constraint or request.logits or request.sampler.chained or request.sampler.dries)
+        sampler = request.sampler
+        plain = not (request.constraint or request.logits or request.processors or sampler.chained or sampler.dries)
         return bool(drafts and column.steps and column.tokens == 1) and plain
 
     def _step_alone(self, action: Step) -> None:
@@ -638,7 +655,7 @@ class Batch:
         if drafts is None or not drafts.most or drafts.model or self.limits.recurrent or not request.max_tokens:
             return None
         sampler = request.sampler
-        plain = not (request.constraint or request.logits or sampler.penalizes or sampler.chained or sampler.dries)
+        plain = not (request.constraint or request.logits or request.processors or sampler.penalizes or sampler.chained or sampler.dries)
         return drafts if plain else None
 
     def _probe(self, work: _Work, made: Sequence[int]) -> None:
@@ -707,12 +724,15 @@ class Batch:
 
     def _kind_of(self, work: _Work) -> Kind:
         request = work.request
+        if work.picker is not None:
+            return Kind(logits=True)
         return _kind(request.sampler, masked=request.constraint is not None, logits=request.logits)
 
     @property
     def _host_sees_every_step(self) -> bool:
-        """Whether the next step needs what the last one made: a constraint's mask, or logits that the next would overwrite."""
-        return any(w.request.constraint or w.request.logits for w in self._works.values())
+        """Whether the next step needs what the last one made: a constraint's mask, a token that the host picks, or logits that the next
+        would overwrite."""
+        return any(w.request.constraint or w.request.logits or w.picker for w in self._works.values())
 
     # Columns
 
@@ -731,14 +751,14 @@ class Batch:
             self._edits.put(self._state.word("loops", text.slot * LOOP_WORDS + i), value)
         work.seen = work.pages = 0
         self._settle(work)
-        sampler = request.sampler
+        sampler = request.sampler if work.picker is None else Sampler()
         if sampler.dries or text.slot in self._used_slots["dry"]:
             rows = self.paging.page * self.paging.max_pages
             self._give("dry", text.slot, self.engine.dry_words(sampler, rows), sampler.dries)
         if sampler.chained or text.slot in self._used_slots["chains"]:
             chain = work.chain if work.chain is not None else sampler.chain.words()
             self._give("chains", text.slot, chain.view(np.int32), sampler.chained)
-        penalized = sampler.penalizes or request.constraint is not None or sampler.dries
+        penalized = work.picker is None and (sampler.penalizes or request.constraint is not None or sampler.dries)
         if penalized or text.slot in self._penalized_slots:  # else the slot would keep those of the text before
             self._upload_penalties(work)
         (self._penalized_slots.add if penalized else self._penalized_slots.discard)(text.slot)
@@ -747,6 +767,14 @@ class Batch:
         """A slot's words of an input that few texts need; without use, so that it keeps nothing of the text before."""
         self.device.upload(self._programs.other_input(name).slice(slot * words.nbytes, words.nbytes), words)
         (self._used_slots[name].add if used else self._used_slots[name].discard)(slot)
+
+    def _give_adapters(self, work: _Work) -> None:
+        """A slot's scales of adapters, where they are others than those of the text before."""
+        lora, slot, scales = self.engine.model.lora, work.text.slot, work.request.adapters
+        if lora is not None and lora.switched and self._slot_adapters.get(slot, ()) != scales:
+            words = lora.switches(scales)
+            self.device.upload(self._programs.adapter_scales().slice(slot * words.nbytes, words.nbytes), words)
+            self._slot_adapters[slot] = scales
 
     def _note_reused(self, work: _Work) -> None:
         """Of a text that is about to make its first token: whether its prompt was known."""
@@ -776,7 +804,7 @@ class Batch:
             work.column = -1
 
     def _leave(
-        self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = (), error: VkbackError | None = None
+        self, work: _Work, reason: str, tokens: Sequence[int], logits: Sequence[Floats] = (), error: Exception | None = None
     ) -> None:
         self._take_out(work)
         self._settle(work)
@@ -786,7 +814,7 @@ class Batch:
     def _upload_penalties(self, work: _Work) -> None:
         """Bias and counts of a text's slot."""
         vocab, slot = self.engine.model.hp.n_vocab, work.text.slot
-        inputs, sampler = self._programs.penalty_inputs(), work.request.sampler
+        inputs, sampler = self._programs.penalty_inputs(), Sampler() if work.picker is not None else work.request.sampler
         rows = self.paging.page * self.paging.max_pages
         seen = sampler.penalties(rows).words(work.text.tokens[:-1], vocab, rows)
         self.device.upload(inputs["bias"].slice(4 * slot * vocab, 4 * vocab), sampler.bias(vocab))
@@ -825,7 +853,7 @@ class Batch:
         loops = done.flight.loops(self.paging.n_slots)
         made: dict[int, list[int]] = {}
         ended: dict[int, str] = {}
-        errors: dict[int, VkbackError] = {}
+        errors: dict[int, Exception] = {}
         drafted = done.flight.drafts()
         for text, slot, steps, taken, _, drafts in done.action.columns:
             work = self._works.get(text.id)
@@ -851,6 +879,7 @@ class Batch:
             elif len(text.made) + len(tokens) >= text.limit:
                 ended[text.id] = "length"
         logits = self._logits_of(done.flight)
+        self._pick(made, ended, errors, logits)
         self.counters.tokens += sum(map(len, made.values()))
         self.scheduler.done_step(done.action, made, ended, seconds)
         for id, tokens in made.items():
@@ -867,6 +896,8 @@ class Batch:
                 if reason and ended.get(id) != "eos":
                     ended[id] = reason
                     self.scheduler.cancel(id, reason)
+            if work.picker is not None:
+                self._take_out(work)
             if id in ended:
                 self._leave(work, ended[id], tokens, own, errors.get(id))
             elif tokens:
@@ -882,6 +913,23 @@ class Batch:
             f"{who}: logits are not numbers at position {position}; the file is damaged or a kernel is wrong on this device: run "
             "`vkback test-ops`"
         )
+
+    def _pick(self, made: dict[int, list[int]], ended: dict[int, str], errors: dict[int, Exception], logits: Floats | None) -> None:
+        """Put the tokens that the host picks in the place of the device's; their texts get a column anew."""
+        for id, tokens in made.items():
+            work = self._works[id]
+            if work.picker is None or not tokens or id in errors:
+                continue
+            assert logits is not None and work.column >= 0
+            mask = work.mask if work.request.constraint is not None else None
+            try:
+                tokens[:] = [work.picker.pick(logits[work.column], mask)]
+            except Exception as error:  # of somebody's function: of this text alone
+                tokens.clear()
+                ended[id], errors[id] = "error", error
+                continue
+            if work.picker.at_end:
+                ended[id] = "eos"
 
     def _constrain(self, work: _Work, constraint: Constraint, tokens: Sequence[int], *, last: bool) -> str:
         """Tell a text's constraint what came, and get its next mask; "stop" where nothing may come any more."""

@@ -99,7 +99,8 @@ class PagePool:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A full page of a text. serial: never used twice. key: serial of the node before it (0: none), tokens of the page as bytes.
+    """A full page of a text. serial: never used twice. key: serial of the node before it (of a first page its text's root), tokens of the
+    page as bytes.
     last_use: a count that grows with every use."""
 
     serial: int
@@ -117,6 +118,8 @@ class PrefixCache:
 
     A page that only this cache holds is idle. A page that no known page follows is a leaf. When the pool runs short, idle leaves go, the
     least recently used one first; then the page before it may be a leaf. Every operation costs O(log n) a page at most.
+
+    Texts whose rows depend on more than tokens (adapters) have roots of their own and share no page with others. A root is 0 or below.
 
     Counters: lookups, hits (lookups that found a page), tokens_reused, evictions (pages).
     """
@@ -140,11 +143,11 @@ class PrefixCache:
         """Pages that are known."""
         return len(self.nodes)
 
-    def match(self, tokens: Sequence[int], count: bool = True) -> list[int]:
+    def match(self, tokens: Sequence[int], count: bool = True, root: int = 0) -> list[int]:
         """Pages of the longest run of full pages, from the first token on, that hold these tokens; the caller has a reference to each and
         releases it. count=False leaves the counters as they are, for a caller that does not know yet whether it uses them."""
         found: list[int] = []
-        serial = 0
+        serial = root
         for part in self.full_pages(tokens):
             node = self.nodes.get((serial, part))
             if node is None:
@@ -162,7 +165,7 @@ class PrefixCache:
         self.hits += pages > 0
         self.tokens_reused += pages * self._pool.page
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int], root: int = 0) -> None:
         """Registers the full pages of a text, whose row r holds tokens[r], and keeps a reference to each that was not known. Where equal
         tokens are known in another page, that one stays. Raises PageError where there are fewer pages than the tokens fill."""
         if len(pages) < len(tokens) // self._pool.page:
@@ -171,7 +174,7 @@ class PrefixCache:
             )
         parent: _Node | None = None
         for part, page in zip(self.full_pages(tokens), pages, strict=False):
-            key = (parent.serial if parent else 0, part)
+            key = (parent.serial if parent else root, part)
             node = self.nodes.get(key)
             if node is None:
                 if page in self.by_page:

@@ -64,7 +64,7 @@ class Text:
     reported. submitted: steps submitted and not reported yet, each of which makes a token. ahead: rows that what is submitted and not
     reported stores. reason: why it ended. limit: most tokens made, its rows considered. arrival: its place in the order of arrival.
     source: the text whose pages a fork shares when it is admitted. gains: the caller's: tokens that a step is expected to make of it with
-    0, 1, ... drafts; none: it takes no drafts.
+    0, 1, ... drafts; none: it takes no drafts. root: of its pages in the prefix cache (the caller's, too).
     """
 
     id: int
@@ -83,6 +83,7 @@ class Text:
     arrival: int = 0
     source: Text | None = field(default=None, repr=False)
     gains: tuple[float, ...] = field(default=(), repr=False)
+    root: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -330,7 +331,7 @@ class Scheduler:
         if self.texts.get(text.id) is not text or text.state is State.ENDED:
             raise ScheduleError(f"[batch] text {text.id}: is not in work, so that it cannot be forked; expected one that has not ended")
         most = text.max_tokens if max_tokens is None else max_tokens
-        fork = Text(new_id, text.client, text.prompt, most, list(text.made), source=text)
+        fork = Text(new_id, text.client, text.prompt, most, list(text.made), source=text, root=text.root)
         self.add(fork)
         return fork
 
@@ -578,7 +579,7 @@ class Scheduler:
             rows = text.rows
             if self.limits.pinned:
                 rows = min(rows, (len(text.prompt) - 1) // self.limits.border * self.limits.border)
-            self.cache.insert(text.tokens[:rows], text.pages)
+            self.cache.insert(text.tokens[:rows], text.pages, text.root)
 
     def _look_up(self, text: Text) -> int:
         """Pages that the prefix cache has of a text now."""
@@ -590,7 +591,7 @@ class Scheduler:
         if not self._reuses:
             return []
         rows = len(text.prompt) - 1 if self.limits.pinned else text.length - 1  # steps made what comes behind the prompt
-        pages = self.cache.match(text.tokens[:rows], count=False)
+        pages = self.cache.match(text.tokens[:rows], count=False, root=text.root)
         beyond = len(pages) % (self.limits.border // self.limits.page)
         self.pool.release(pages[len(pages) - beyond :])
         return pages[: len(pages) - beyond]

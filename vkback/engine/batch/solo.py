@@ -29,6 +29,9 @@ class RunsAlone(Protocol):
     @property
     def drafts(self) -> Drafts | None: ...
 
+    @property
+    def adapters(self) -> tuple[float, ...]: ...
+
 
 class Solo:
     """Runs `text`, whose rows so far are in its pages."""
@@ -38,6 +41,7 @@ class Solo:
         self._engine, self._caches = engine, caches
         rows, page = text.length - 1, caches.paging.page
         self._stored = rows  # rows that the pages have
+        engine.use_adapters(how.adapters)
         if engine.tokens != tuple(text.tokens[:rows]):
             pages = -(-rows // page)
             engine.reset()

@@ -23,6 +23,7 @@ from vkback.ops.sampling.chain import CHAIN_WORDS
 from vkback.ops.sampling.dry import dry_words
 from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, mask_words
+from vkback.plan.passes.lora import SCALES
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import Program
@@ -226,6 +227,17 @@ class StepPrograms:
             self._draft_backs = back, [back.alloc(sizes["draft"], "draft") for _ in self._backs]
         return self._drafts[1]
 
+    def adapter_scales(self) -> BufferRange:
+        """Memory of the scales of adapters, F32 [n_slots, rank], which are off at first."""
+        if SCALES not in self._others:
+            lora = self._engine.model.lora
+            assert lora is not None
+            words = np.zeros((self.paging.n_slots, sum(lora.widths)), np.float32)
+            arena = self._engine.device.arena("adapters of a batch", aligned(words.nbytes), "device")
+            self._others[SCALES] = arena, arena.alloc(words.nbytes, SCALES)
+            self._engine.device.upload(self._others[SCALES][1], words)
+        return self._others[SCALES][1]
+
     def _recorded(self, columns: int, kind: Kind, steps: int) -> list[Commands]:
         """One recording for each submit that may be in flight, with a read-back of its own."""
         key = columns, kind, steps
@@ -254,6 +266,8 @@ class StepPrograms:
             inputs = self._caches.ranges | self._state.inputs(columns)
             if kind.penalties or kind.masked:
                 inputs |= self.penalty_inputs()
+            if (lora := self._engine.model.lora) is not None and lora.switched:
+                inputs[SCALES] = self.adapter_scales()
             if kind.dry:
                 inputs["dry"] = self.other_input("dry")
             if kind.chained:
