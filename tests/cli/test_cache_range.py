@@ -230,10 +230,10 @@ def test_a_text_of_a_batch_beyond_the_range_ends_alone(cache_type: str, tmp_path
         )
 
 
-def served_by(engine: Engine, wanted: list[Request]) -> list[list[int] | VkbackError]:
+def served_by(engine: Engine, wanted: list[Request]) -> list[list[int] | Exception]:
     """What a batch makes of requests, and that its pages come back."""
     with Batch(engine, sequences=2, page=16, rows=320) as batch:
-        found: dict[int, list[int] | VkbackError] = {batch.add(request): [] for request in wanted}
+        found: dict[int, list[int] | Exception] = {batch.add(request): [] for request in wanted}
         for made in batch.run():
             text = found[made.id]
             if made.error is not None:

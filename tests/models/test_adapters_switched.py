@@ -48,8 +48,8 @@ def greedy(model: LoadedModel, **options: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(files: list[Path]) -> list[str]:
-    """Texts without an adapter, and with each alone, given at the load."""
+def wanted_texts(files: list[Path]) -> list[str]:
+    """Texts without an adapter, and with each adapter alone, given at the load."""
     found = []
     for lora in (None, *files):
         with vkback.load("demo-dense", ctx=256, act="f32", lora=lora) as model:
@@ -73,13 +73,13 @@ def all_off(request: pytest.FixtureRequest) -> None:
             each.scale = 0
 
 
-def test_texts_are_those_of_a_model_loaded_with_the_adapter_alone(model: LoadedModel, alone: list[str]) -> None:
+def test_texts_are_those_of_a_model_loaded_with_the_adapter_alone(model: LoadedModel, wanted_texts: list[str]) -> None:
     a, b = model.adapters
     choices: list[Any] = [[], a, b, None]
-    assert [greedy(model, lora=lora) for lora in choices] == [*alone, alone[0]]
-    assert greedy(model, lora=0) == greedy(model, lora={a: 1.0}) == greedy(model, lora=[(a, 1.0)]) == alone[1]
+    assert [greedy(model, lora=lora) for lora in choices] == [*wanted_texts, wanted_texts[0]]
+    assert greedy(model, lora=0) == greedy(model, lora={a: 1.0}) == greedy(model, lora=[(a, 1.0)]) == wanted_texts[1]
     a.scale = 1
-    assert greedy(model) == alone[1] and greedy(model, lora=[]) == alone[0]
+    assert greedy(model) == wanted_texts[1] and greedy(model, lora=[]) == wanted_texts[0]
     assert repr(a) == "<adapter 0, a.gguf times 1>" and isinstance(a, LoadedAdapter)
 
 
@@ -94,7 +94,7 @@ def test_several_at_once_and_scales_are_those_of_the_merged_model(model: LoadedM
     assert not np.allclose(vectors, model.embed(PROMPT, pooling="mean"), atol=1e-4)
 
 
-def test_texts_with_different_adapters_share_a_batch(model: LoadedModel, alone: list[str]) -> None:
+def test_texts_with_different_adapters_share_a_batch(model: LoadedModel, wanted_texts: list[str]) -> None:
     a, b = model.adapters
 
     choices: list[Any] = [[], a, b, a, []]
@@ -104,7 +104,7 @@ def test_texts_with_different_adapters_share_a_batch(model: LoadedModel, alone: 
         return [result.text for result in await asyncio.gather(*asked)]
 
     before = model.batched().batch.counters.steps
-    assert asyncio.run(side_by_side()) == [alone[0], alone[1], alone[2], alone[1], alone[0]]
+    assert asyncio.run(side_by_side()) == [wanted_texts[0], wanted_texts[1], wanted_texts[2], wanted_texts[1], wanted_texts[0]]
     assert model.batched().batch.counters.steps - before < 5 * 12, "they share steps"
 
 
@@ -117,12 +117,12 @@ def test_a_prefix_is_never_that_of_a_text_with_other_adapters(model: LoadedModel
     assert found[4].text == found[0].text and found[5].text == found[1].text and len({each.text for each in found[:4]}) == 4
 
 
-def test_a_session_reads_its_text_anew_where_its_adapters_change(model: LoadedModel, alone: list[str], tmp_path: Path) -> None:
+def test_a_session_reads_its_text_anew_where_its_adapters_change(model: LoadedModel, wanted_texts: list[str], tmp_path: Path) -> None:
     a, b = model.adapters
     session, other = model.session(lora=a), model.session(lora=b)
     result = session.generate(PROMPT, max_tokens=12, temperature=0)
-    assert result.text == alone[1]
-    assert other.generate(PROMPT, max_tokens=12, temperature=0).text == alone[2]  # the first one's state is on the host meanwhile
+    assert result.text == wanted_texts[1]
+    assert other.generate(PROMPT, max_tokens=12, temperature=0).text == wanted_texts[2]  # the first one's state is on the host meanwhile
     more = session.generate(max_tokens=4, temperature=0)
     assert more.timings.reused_tokens > 0
     whole = model.generate(PROMPT, max_tokens=16, temperature=0, lora=a)
@@ -139,19 +139,19 @@ def test_a_session_reads_its_text_anew_where_its_adapters_change(model: LoadedMo
         model.session(lora=b).load(tmp_path / "a.state")
 
 
-def test_a_stream_goes_on_with_its_own_while_others_run(model: LoadedModel, alone: list[str]) -> None:
+def test_a_stream_goes_on_with_its_own_while_others_run(model: LoadedModel, wanted_texts: list[str]) -> None:
     a, b = model.adapters
     text = ""
     with model.stream(PROMPT, max_tokens=12, temperature=0, lora=a) as stream:
         for i, piece in enumerate(stream):
             text += piece.text
             if i == 3:
-                assert greedy(model, lora=b) == alone[2]
+                assert greedy(model, lora=b) == wanted_texts[2]
                 model.embed("Another text", pooling="mean")
-    assert text == alone[1]
+    assert text == wanted_texts[1]
 
 
-def test_what_cannot_be_is_refused(model: LoadedModel, files: list[Path], tmp_path: Path, alone: list[str]) -> None:
+def test_what_cannot_be_is_refused(model: LoadedModel, files: list[Path], tmp_path: Path, wanted_texts: list[str]) -> None:
     a, _ = model.adapters
     with pytest.raises(ModelError, match=r"has no adapter 7; there are: 0 \(a\.gguf\), 1 \(b\.gguf\)\. Load it by load_adapter"):
         model.generate(PROMPT, max_tokens=1, lora=7)
@@ -167,7 +167,7 @@ def test_what_cannot_be_is_refused(model: LoadedModel, files: list[Path], tmp_pa
     for file in (tmp_path / "no.gguf", tmp_path / "none.gguf"):
         with pytest.raises(AdapterError):
             model.load_adapter(file)
-    assert len(model.adapters) == 2 and greedy(model, lora=a) == alone[1]
+    assert len(model.adapters) == 2 and greedy(model, lora=a) == wanted_texts[1]
     with vkback.load("demo-dense", ctx=64, act="f32", lora=files[0]) as fixed:
         assert fixed.adapters == ()
         with pytest.raises(ModelError, match="stay as they are; bring them by load_adapter"):
@@ -175,7 +175,9 @@ def test_what_cannot_be_is_refused(model: LoadedModel, files: list[Path], tmp_pa
         second = fixed.load_adapter(files[1], scale=0)
         first, last = fixed.adapters  # type: ignore[misc]  # which were none
         assert (first.id, last.id, first.scale) == (0, 1, 1.0)
-        assert greedy(fixed) == alone[1] and greedy(fixed, lora=second) == alone[2] and greedy(fixed, lora=[]) == alone[0]
+        assert (
+            greedy(fixed) == wanted_texts[1] and greedy(fixed, lora=second) == wanted_texts[2] and greedy(fixed, lora=[]) == wanted_texts[0]
+        )
 
 
 def test_an_adapter_is_not_loaded_while_texts_of_a_batch_run(files: list[Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from vkback import LoadedModel
+from vkback import LoadedModel, Result
 from vkback.api.errors import ModelError
 from vkback.api.options import Options
 from vkback.device import Device
@@ -139,6 +140,35 @@ def test_top_k_of_one_is_one(model: LoadedModel) -> None:
 
 
 @pytest.mark.vulkan
-def test_a_batch_says_that_it_has_none(model: LoadedModel) -> None:
-    with pytest.raises(ModelError, match="logits_processor: texts of a batch are picked on the device; make them one by one"):
-        model.generate([PROMPT, PROMPT], max_tokens=2, logits_processor=nothing)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_texts_of_a_batch_have_functions_of_their_own(model: LoadedModel, options: dict[str, Any]) -> None:
+    """Beside a text that the device picks, and one with other functions."""
+
+    def no_vowels(ids: Ids, logits: Floats) -> None:
+        logits[:2000:7] = -np.inf
+
+    async def side_by_side() -> list[Result]:
+        functions: list[Any] = [nothing, None, no_vowels]
+        asked = [model.agenerate(PROMPT, max_tokens=12, logits_processor=each, **options) for each in functions]
+        return await asyncio.gather(*asked)
+
+    own, other = (model.generate(PROMPT, max_tokens=12, logits_processor=each, **options) for each in (None, no_vowels))
+    assert [each.tokens for each in asyncio.run(side_by_side())] == [own.tokens, own.tokens, other.tokens]
+    found = model.batch([PROMPT], max_tokens=12, logits_processor=[nothing, no_vowels], **options)
+    assert [(each.tokens, each.finish_reason, len(each.logprobs)) for each in found] == [
+        (other.tokens, other.finish_reason, len(other.logprobs))
+    ]
+
+
+@pytest.mark.vulkan
+def test_an_error_of_a_function_ends_its_text_alone(model: LoadedModel) -> None:
+    def broken(ids: Ids, logits: Floats) -> Floats:
+        raise KeyError("mine")
+
+    async def side_by_side() -> list[Result | BaseException]:
+        asked = [model.agenerate(PROMPT, max_tokens=6, temperature=0, logits_processor=each) for each in (broken, None)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    failed, whole = asyncio.run(side_by_side())
+    assert isinstance(failed, KeyError) and failed.args == ("mine",)
+    assert isinstance(whole, Result) and whole.tokens == model.generate(PROMPT, max_tokens=6, temperature=0).tokens

@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(files: list[Path]) -> list[str]:
+def wanted_texts(files: list[Path]) -> list[str]:
     """Texts without an adapter, and with each alone."""
     found = []
     for lora in (None, *files):
@@ -43,7 +43,7 @@ def served(request: pytest.FixtureRequest, device: Device, files: list[Path]) ->
     server.close()
 
 
-def test_adapters_are_listed_and_switched(served: Served, alone: list[str], files: list[Path]) -> None:
+def test_adapters_are_listed_and_switched(served: Served, wanted_texts: list[str], files: list[Path]) -> None:
     listed = served.client.get("/lora-adapters").json()
     assert [(each["id"], each["path"]) for each in listed] == [(0, str(files[0])), (1, str(files[1]))]
     assert set(listed[0]) == {"id", "path", "scale", "task_name", "prompt_prefix"}
@@ -53,13 +53,13 @@ def test_adapters_are_listed_and_switched(served: Served, alone: list[str], file
         assert reply.status_code == 200 and reply.json() == {"success": True}, reply.text
         return str(served.post("/completion", **GREEDY).json()["content"])
 
-    assert with_scales({"id": 0, "scale": 1}) == alone[1]
-    assert with_scales({"id": 1, "scale": 1}) == alone[2], "those left out are off"
-    assert with_scales() == alone[0]
+    assert with_scales({"id": 0, "scale": 1}) == wanted_texts[1]
+    assert with_scales({"id": 1, "scale": 1}) == wanted_texts[2], "those left out are off"
+    assert with_scales() == wanted_texts[0]
     assert [each["scale"] for each in served.client.get("/lora-adapters").json()] == [0, 0]
 
 
-def test_each_request_has_its_own(served: Served, alone: list[str]) -> None:
+def test_each_request_has_its_own(served: Served, wanted_texts: list[str]) -> None:
     served.client.post("/lora-adapters", json=[])
     wanted = [0, 1, 2, 1, 0, 2]
 
@@ -68,9 +68,9 @@ def test_each_request_has_its_own(served: Served, alone: list[str]) -> None:
         return str(served.post("/completion", **GREEDY, lora=lora).json()["content"])
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, wanted)) == [alone[which] for which in wanted]
+        assert list(pool.map(ask, wanted)) == [wanted_texts[which] for which in wanted]
     body = served.post("/v1/completions", prompt=PROMPT, max_tokens=12, temperature=0, lora=[{"id": 1}])
-    assert body.json()["choices"][0]["text"] == alone[2]
+    assert body.json()["choices"][0]["text"] == wanted_texts[2]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_wrong_scales_are_400(served: Served) -> None:
         assert reply.status_code == 400 and said in reply.json()["error"]["message"], reply.text
 
 
-def test_scales_are_kept_where_the_device_is_lost(served: Served, alone: list[str]) -> None:
+def test_scales_are_kept_where_the_device_is_lost(served: Served, wanted_texts: list[str]) -> None:
     served.client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])
     served.worker.lose([], RuntimeError("the device stopped"))
-    assert served.post("/completion", **GREEDY).json()["content"] == alone[1]
+    assert served.post("/completion", **GREEDY).json()["content"] == wanted_texts[1]
