@@ -256,6 +256,25 @@ def test_tensors_are_arrays_to_others(dev: vkback.Device) -> None:
     assert x.dtype == np.float32 and ids.dtype == np.int32
 
 
+def test_arithmetic_and_writing(dev: vkback.Device) -> None:
+    a, b = np.arange(1, 13, dtype=np.float32).reshape(3, 4), np.array([2, 4, 8, 16], np.float32)
+    x, y = dev.tensor(a), dev.tensor(b)
+    for found, want in ((x + y, a + b), (x - b, a - b), (x * 2, a * 2), (2.0 * x, a * 2), (1 + x, a + 1), (x / y, a / b), (x + x, a + a)):
+        assert isinstance(found, vkback.DeviceTensor)
+        np.testing.assert_allclose(found.numpy(), want, rtol=1e-6)
+    x[1] = 7
+    x[:, 0] = [1, 2, 3]
+    a[1], a[:, 0] = 7, [1, 2, 3]
+    np.testing.assert_array_equal(x.numpy(), a)
+    ids = dev.tensor(np.array([1, 2], np.int32))
+    ids[0] = 5
+    assert ids.numpy().tolist() == [5, 2]
+    w = dev.tensor(np.ones((2, 256)), "q4_k")
+    assert w.type == "Q4_K" and dev.empty(4, "f16").type == "F16"
+    with pytest.raises(ModelError, match=r"weights stay as they are; make others with dev\.tensor\(array, 'Q4_K'\)"):
+        w[0] = 1
+
+
 def test_a_source_is_compiled_as_a_file_is(dev: vkback.Device) -> None:
     with pytest.raises(CompileError, match=r"source\.comp"):
         dev.compile(source="#version 450\nvoid main() { nothing(); }\n")

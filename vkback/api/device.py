@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from math import prod
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,9 @@ from vkback.timing.read_rate import measure_read_rate
 from vkback.tuning.lookup import Tuning
 
 Array = npt.NDArray[Any]
+Operand: TypeAlias = "DeviceTensor | npt.ArrayLike"
+"""Of arithmetic with a tensor."""
+
 Groups = int | np.integer[Any] | Sequence[int]
 
 STEADY_US = 2000.0
@@ -161,8 +165,39 @@ class DeviceTensor:
         """A part of the values, on the host."""
         return self.numpy()[index]
 
+    def __setitem__(self, index: Any, values: npt.ArrayLike) -> None:
+        """Change a part of the values, by way of the host; not of weights, which are quantized or laid out as kernels read them."""
+        if self.tensor.kind == "weight":
+            raise ModelError(f"[device] {self!r} = ...: weights stay as they are; make others with dev.tensor(array, {self.type!r})")
+        whole = self.numpy().copy()
+        whole[index] = values
+        require_held(whole, self.type)
+        self.device.raw.upload(self.ranges[0], stored_bytes(self.tensor, whole, self.device.raw.caps)[0])
+
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __add__(self, other: Operand) -> DeviceTensor:
+        """Value by value, on the device, as the other three: with a number, or a tensor or array that is repeated to this one's shape."""
+        return self._with("ADD", other)
+
+    def __sub__(self, other: Operand) -> DeviceTensor:
+        return self._with("SUB", other)
+
+    def __mul__(self, other: Operand) -> DeviceTensor:
+        return self._with("MUL", other)
+
+    def __truediv__(self, other: Operand) -> DeviceTensor:
+        return self._with("DIV", other)
+
+    def __radd__(self, other: float) -> DeviceTensor:
+        return self._with("ADD", other)
+
+    def __rmul__(self, other: float) -> DeviceTensor:
+        return self._with("MUL", other)
+
+    def _with(self, op: str, other: Operand) -> DeviceTensor:
+        return self.device.run_op(op, self, np.full(1, other, np.float32) if isinstance(other, Real) else other)
 
     def __dlpack__(self, **options: Any) -> Any:
         """The values on the host, for `torch.from_dlpack` and the like."""
@@ -318,6 +353,7 @@ class Device:
         QuantRangeError for a value that it cannot hold.
         """
         values = real(array)
+        type = type.upper() if isinstance(type, str) else type
         if type is None:
             kind = "I32" if values.dtype.kind in "iub" else "F32"
             require_held(values, kind)
@@ -331,6 +367,7 @@ class Device:
     def empty(self, shape: int | tuple[int, ...], type: str = "F32") -> DeviceTensor:
         """Memory for a kernel to write to, NaN as floats until it does. Of a type that `CPY` encodes ("Q4_K") it is weights, zeros until
         then."""
+        type = type.upper()
         if type in ENCODED and len(axes := shape_of("shape", shape)) > 1:
             zeros = np.zeros((prod(axes[:-1]), quants.row_bytes(type, axes[-1])), np.uint8)
             return self._stored(Tensor(self._name(), type, axes, "weight"), zeros)
