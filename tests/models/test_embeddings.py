@@ -74,7 +74,7 @@ def test_texts_at_once_are_those_of_the_twin_one_by_one(name: str, tiny: Tiny, d
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", ["tiny-bert", "tiny-nomic-bert", "tiny-gemma-embedding"])
+@pytest.mark.parametrize("name", ["tiny-bert", "tiny-nomic-bert", "tiny-jina-bert-v2", "tiny-gemma-embedding"])
 def test_exact_vectors_do_not_depend_on_the_other_texts(name: str, tiny: Tiny, device: Device) -> None:
     with Engine.load(tiny(name), device, n_ctx=96, exact=True, progress=False) as engine:
         together = list(engine.vectors(IDS, "mean"))

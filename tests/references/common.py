@@ -115,6 +115,11 @@ def vectors_of(f: Checkpoint, model: Any, tokens: Sequence[int], segments: Seque
     kinds = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
     with torch.no_grad():
         hidden = model(input_ids=torch.tensor([list(tokens)]), **kinds).last_hidden_state[0].numpy()
+    return pooled(f, hidden)
+
+
+def pooled(f: Checkpoint, hidden: npt.NDArray[np.float64]) -> Vectors:
+    """What tokens come out as, and the vector of their text: their mean (1), the first (2) or the last (3)."""
     return hidden, {1: hidden.mean(axis=0), 2: hidden[0], 3: hidden[-1]}.get(f.get("pooling_type"), hidden[0])
 
 

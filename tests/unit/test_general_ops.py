@@ -6,9 +6,9 @@ from kernel_paths import planned_for
 
 from vkback.harness.cases import make_case
 from vkback.harness.runner import reference
+from vkback.ops.attention.general import slopes
 from vkback.ops.case_line import CaseLineError, parse_line
 from vkback.ops.copies import encode
-from vkback.ops.ggml_only.attention import slopes
 from vkback.ops.ggml_only.rope import sector_of
 from vkback.ops.ggml_words import type_word
 from vkback.ops.lowering import PlanError

@@ -14,6 +14,8 @@ from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Heads, HParams, Rope
 from vkback.graph import Tensor
 from vkback.models.builder import GraphBuilder
+from vkback.models.texts import DISTANCES
+from vkback.ops.view import View
 
 
 @dataclass(frozen=True)
@@ -264,11 +266,43 @@ def feed_forward_plain(b: GraphBuilder, x: Tensor, il: int, *, width: int = 0, f
     return b.linear(x, f"blk.{il}.ffn_down", b.hp.n_embd, f"ffn_out-{il}")
 
 
+def alibi_attention(b: GraphBuilder, x: Tensor, il: int, *, max_bias: float, qk_norm: Norm | None = None) -> Tensor:
+    """Attention of layer `il` of a model that makes vectors of texts alone, over x [n, n_embd] -> [n, n_embd]: of each score the distance
+    of the two tokens is taken off, times a slope of its head (ALiBi). qk_norm: of Q and K, over all heads at once."""
+    heads = b.hp.heads
+    q, k, v = separate_qkv(b, x, il, heads)
+    if qk_norm is not None:
+        q = qk_norm(b, q, f"blk.{il}.attn_q_norm", f"Qcur_normed-{il}", plain=f"Qcur_rms-{il}")
+        k = qk_norm(b, k, f"blk.{il}.attn_k_norm", f"Kcur_normed-{il}", plain=f"Kcur_rms-{il}")
+
+    def by_head(x: Tensor, count: int, dim: int) -> Tensor:
+        view = View(0, (1, count, b.n, dim), (b.n * count * dim, dim, count * dim, 1))
+        return b.graph.emit("CONT", f"{x.name} (by head)", "F32", view.shape, (x,), view=view)
+
+    q, k, v = by_head(q, heads.n, heads.dim_k), by_head(k, heads.n_kv, heads.dim_k), by_head(v, heads.n_kv, heads.dim_v)
+    params = {"scale": b.hp.attn_scale, "has_mask": True, "has_sinks": False, "max_bias": max_bias}
+    mask = Tensor(DISTANCES, "F16", (1, 1, b.n, b.n), "input")
+    y = b.graph.emit("ATTENTION", f"kqv_out-{il}", "F32", (1, b.n, heads.n, heads.dim_v), (q, k, v, mask), **params)
+    return b.linear(b.view(y, (b.n, heads.n * heads.dim_v)), f"blk.{il}.attn_output", b.hp.n_embd, f"attn_out-{il}")
+
+
 def encoder_layer(
-    b: GraphBuilder, x: Tensor, il: int, *, rope: Rope | None, qk_norm: Norm | None = None, feed: FeedForward = feed_forward
+    b: GraphBuilder,
+    x: Tensor,
+    il: int,
+    *,
+    rope: Rope | None,
+    qk_norm: Norm | None = None,
+    feed: FeedForward = feed_forward,
+    max_bias: float = 0.0,
 ) -> Tensor:
-    """Layer `il` of BERT and its kind: what attention and feed-forward add to the residual stream is layer-normed with it, together."""
-    x = b.add(attention(b, x, il, rope=rope, qk_norm=qk_norm, qk_norm_of="all heads"), x, f"attn_residual-{il}")
+    """Layer `il` of BERT and its kind: what attention and feed-forward add to the residual stream is layer-normed with it, together.
+    max_bias: of ALiBi, in the place of RoPE; 0 without."""
+    if max_bias:
+        y = alibi_attention(b, x, il, max_bias=max_bias, qk_norm=qk_norm)
+    else:
+        y = attention(b, x, il, rope=rope, qk_norm=qk_norm, qk_norm_of="all heads")
+    x = b.add(y, x, f"attn_residual-{il}")
     x = layer_norm(b, x, f"blk.{il}.attn_output_norm", f"attn_output_norm-{il}", plain=f"attn_output_centered-{il}")
     x = b.add(feed(b, x, il), x, f"ffn_residual-{il}")
     return layer_norm(b, x, f"blk.{il}.layer_output_norm", f"l_out-{il}", plain=f"layer_output_centered-{il}")

@@ -22,7 +22,7 @@ from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, Head, Paging, StateSlots
 from vkback.models.naming import model_description
-from vkback.models.texts import DENSE, SPANS, Pooling, Texts, pool_weights, ranks, spans, window_of
+from vkback.models.texts import DENSE, DISTANCES, SPANS, Pooling, Texts, distances, pool_weights, ranks, spans, window_of
 from vkback.models.unsupported import refusal
 from vkback.ops.storage import nbytes
 from vkback.plan.passes.lora import Lora, adapted
@@ -87,6 +87,8 @@ def text_inputs(
         if t.name == "pool":
             kind = known.rank_pooling if pooling == "rank" else pooling
             given[t.name] = pool_weights(lengths, n, t.shape[1], kind)
+        elif t.name == DISTANCES:
+            given[t.name] = distances(lengths, n)
         elif t.name.startswith(SPANS):
             window, chunked = window_of(t.name)
             given[t.name] = spans(lengths, n, window=window, causal=known.causal, chunked=chunked)

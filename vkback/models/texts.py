@@ -34,6 +34,9 @@ SPANS = "spans"
 """Input of attention without a window: I32 [n, 2], the first and the last row that each token sees. With one, `spans_in_N`, or
 `spans_in_chunks_of_N` where a token sees its own chunk of N rows."""
 
+DISTANCES = "distances"
+"""Input of attention with ALiBi, which has no spans: F16 [1, 1, n, n], the negative distance of tokens of a text, -inf between texts."""
+
 CHUNKS = "chunks_of_"
 
 
@@ -78,6 +81,17 @@ def spans(lengths: Sequence[int], n: int, *, window: int, causal: bool, chunked:
             first, last = np.zeros_like(place), np.full_like(place, length - 1)
         out[at : at + length, 0] = at + first
         out[at : at + length, 1] = at + last
+        at += length
+    return out
+
+
+def distances(lengths: Sequence[int], n: int) -> npt.NDArray[np.float16]:
+    """What DISTANCES is of n tokens of texts one after another; what follows them is padding, which sees nothing."""
+    out = np.full((1, 1, n, n), -np.inf, np.float16)
+    at = 0
+    for length in lengths:
+        place = np.arange(length)
+        out[0, 0, at : at + length, at : at + length] = -np.abs(place[:, None] - place)
         at += length
     return out
 

@@ -12,7 +12,7 @@ INDEXER = "an indexer that chooses the rows which attention reads"
 LACKS: dict[str, str] = {
     **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), DIFFUSION),
     **dict.fromkeys(("rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"), RWKV),
-    **dict.fromkeys(("bloom", "jais", "jina-bert-v2", "mpt", "refact"), ALIBI),
+    **dict.fromkeys(("bloom", "jais", "mpt", "refact"), ALIBI),
     **dict.fromkeys(("deepseek32", "glm-dsa"), INDEXER),
     **dict.fromkeys(("t5", "t5encoder"), "an encoder with attention biases by distance in buckets"),
     "deepseek4": "hyper-connections and attention to compressed rows",

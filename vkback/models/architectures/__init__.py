@@ -26,6 +26,7 @@ NAMES = (
     "granitehybrid",
     "granitemoe",
     "hunyuan_moe",
+    "jina_bert_v2",
     "lfm2",
     "lfm2moe",
     "mamba2",

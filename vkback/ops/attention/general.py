@@ -5,8 +5,8 @@
                params: scale, has_mask, has_sinks [, max_bias, softcap] [, views of q, k, v]
 
 A score is scale * q . k, or softcap * tanh(scale * q . k / softcap), plus slope * mask, slope being 1 without ALiBi (max_bias 0). A
-sink is a logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first; the kernels of models,
-which read a cache as it is, are in attention.py.
+sink is a logit without a value. A query that sees no row gives zeros. K and V that are not F32 are made so first. Of models those with
+ALiBi take it, which make vectors of texts and have no cache; the kernels of others, which read a cache as it is, are in flash.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vkback.graph import Node, Tensor
 from vkback.ops.as_floats import as_floats
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
+from vkback.ops.cost import Cost
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.general import rounded_to, views_of
 from vkback.ops.ggml_words import operand, sized, tensor_type, type_word
@@ -146,6 +147,12 @@ class Attention(Op):
                 flops=2 * sequences * heads * n * kv * (k_dim + v_dim),
             ),
         ]
+
+    def arithmetic(self, node: Node, n_kv: int) -> Cost:
+        """A multiply-add for each value of K and V and each query, an exponential for each score."""
+        (sequences, heads, n, k_dim), _, v_view = (v.shape for v in operands(node))
+        scores = sequences * heads * n * v_view[2]
+        return {"fmul": scores * (k_dim + v_view[3]), "fexp": scores}
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(1e-10, 1e-4, "f32 sums; exp of logits up to 20 is off by 5e-6, the worst element by a few times that")
