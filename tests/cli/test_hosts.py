@@ -197,3 +197,99 @@ def test_without_the_packages_the_command_says_what_to_install(monkeypatch: pyte
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ClusterError, match=r"pip install 'vkback\[hosts\]'"):
         require_distributed()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_perplexity_by_two_workers_is_that_of_one_device() -> None:
+    text = Path(__file__).parents[1] / "data" / "war_of_the_worlds.txt"
+    wanted = ["perplexity", "-m", "demo-dense", "-f", str(text), "-c", "32", "--chunks", "5", "-np", "1", "--json", "--device"]
+    found = []
+    for device in ("0", "0,0"):
+        made = subprocess.run([sys.executable, "-m", "vkback", *wanted, device], capture_output=True, text=True, env=environment())
+        assert made.returncode == 0, made.stderr
+        found.append(json.loads(made.stdout))
+    assert found[1]["perplexity"] == pytest.approx(found[0]["perplexity"], rel=1e-9), "the same programs, so the same bits"
+    assert {k: found[1][k] for k in ("tokens", "chunks", "model", "device")} == {
+        k: found[0][k] for k in ("tokens", "chunks", "model", "device")
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_vkbench_shares_its_tests() -> None:
+    wanted = ["tg4", "pp8", "pp16", "-m", "demo-dense", "-r", "1", "--json", "--read-rate", "0", "--math-rate", "0", "--device", "0,0"]
+    run = subprocess.run([sys.executable, "-m", "vkback.cli.vkbench", *wanted], capture_output=True, text=True, env=environment())
+    assert run.returncode == 0, run.stderr
+    assert [(row["n_prompt"], row["n_gen"]) for row in json.loads(run.stdout)] == [(0, 4), (8, 0), (16, 0)]
+
+
+# -- the loop that hands out work, without a cluster
+
+
+class FakeFuture:
+    """status: as a distributed.Future has it."""
+
+    def __init__(self, key: str, status: str, value: Any = None) -> None:
+        self.key, self.status, self._value = key, status, value
+
+    def add_done_callback(self, call: Any) -> None:
+        call(self)
+
+    def result(self, timeout: float = 0) -> Any:
+        return self._value
+
+    def cancel(self) -> None:
+        self.status = "cancelled"
+
+
+class FakeClient:
+    """A scheduler with one worker, which answers at once by `answer`."""
+
+    status = "running"
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any], about: dict[str, Any]) -> None:
+        self._answer, self._about = answer, about
+
+    def scheduler_info(self, n_workers: int) -> dict[str, Any]:
+        return {"workers": {"tcp://1": {}}}
+
+    def submit(self, function: Any, *args: Any, key: str = "described", **how: Any) -> FakeFuture:
+        return FakeFuture(key, "finished", self._answer(args[1]) if args else self._about)
+
+
+def pulled(monkeypatch: pytest.MonkeyPatch, work: Any, answer: Callable[[dict[str, Any]], Any], **how: Any) -> list[str]:
+    """What the loop says of a work that a worker answers so."""
+    from vkback.cluster import pull
+    from vkback.cluster.connect import Cluster
+
+    said: list[str] = []
+    monkeypatch.setattr(pull, "reach", lambda *args: FakeClient(answer, {**ABOUT, "kernels": "k"}))
+    monkeypatch.setattr(pull, "LOOK_S", 0.01)
+    pull.Pull(Cluster("tcp://s"), work, said.append, **how).run()
+    return said
+
+
+def listed(*keys: str) -> Any:
+    from vkback.cli.listed_work import ListedWork
+    from vkback.cluster.pull import Unit
+
+    return ListedWork([Unit(key, "vkback.x:y", {"key": key}) for key in keys], UnitJournal(None, {}), "units")
+
+
+def test_results_are_of_a_kind_of_device_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = listed("a", "b", "c")
+    pulled(monkeypatch, work, lambda args: {"value": args["key"].upper()})
+    assert list(work.kinds) == [KIND] and work.kinds[KIND].values == {"a": "A", "b": "B", "c": "C"}
+
+
+def test_an_error_of_all_units_is_said_once_and_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = listed("a", "b", "c")
+    said = pulled(monkeypatch, work, lambda args: {"error": "[x] no such thing", "lost": False})
+    assert sum("no such thing" in line for line in said) == 1
+    assert work.kinds[KIND].faults == dict.fromkeys("abc", "[x] no such thing")
+
+
+def test_workers_with_other_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ClusterError, match="no worker is at tcp://s"):
+        pulled(monkeypatch, listed("a"), lambda args: {"value": 1}, kernels="other", patience_s=0.1)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ShapeOption, UsageError, act_of, bars, described_model, read_text
+from vkback.cli.hosts import DevicesOption, HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
+from vkback.cli.shell import ActOption, ShapeOption, UsageError, act_of, bars, described_model, read_text
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:
+    from vkback.cli.hosts import Where
     from vkback.compilers.kernel_figures import Figures
     from vkback.device import Device
     from vkback.events import Report
@@ -37,7 +39,11 @@ def kernels(
     case: Annotated[
         list[str] | None, typer.Option("--case", help='Of this case instead, as "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)".')
     ] = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    scheduler: SchedulerOption = None,
+    hosts: HostsOption = None,
+    workers: WorkersOption = None,
+    journal: JournalOption = None,
     tokens: Annotated[int, typer.Option("-t", "--tokens", min=1, help="Tokens of the batch.")] = 1,
     act: ActOption = "auto",
     code: Annotated[bool, typer.Option("--code/--no-code", help="Count instructions in the machine code, too.")] = True,
@@ -55,11 +61,17 @@ def kernels(
     if every and (case or model or shape):
         raise UsageError("--all excludes --case, --model and --shape: it stands for the suite's cases")
     before = _read(against) if against else {}
+    where = workers_of(device, scheduler, hosts, workers, journal)
+    if where is not None:
+        args = {"case": case, "every": every, "model": model, "shape": shape, "tokens": tokens, "act": act_of(act), "code": code}
+        if _by_workers(where, journal, args, as_json, before):
+            raise typer.Exit(1)
+        return
     if code:
         print_machine_code()
     with Device.open(device, statistics=True, compile_only=True) as opened:
         ctx = LowerContext(opened.caps, Tuning.for_device(opened.caps), act_of(act))
-        dispatches = _of_cases(case, ctx) if case else _of_suite(ctx) if every else _of_models(model, shape, tokens, ctx)
+        dispatches = chosen_dispatches(case, every, model, shape, tokens, ctx)
         found = compiled(opened, dispatches, code=code, progress=bars(not as_json))
         device_is = {"device": opened.caps.name, "driver": opened.caps.driver_info}
         heading = f"{opened.caps.name} ({opened.caps.driver_name} {opened.caps.driver_info})"
@@ -69,6 +81,31 @@ def kernels(
         print("\n".join([*fit(heading), *table(found), *changes(found, before)]))
     if any(f.spills_or_scratch for f in found):
         raise typer.Exit(1)
+
+
+def chosen_dispatches(
+    case: Sequence[str] | None, every: bool, model: Sequence[str] | None, shape: str | None, tokens: int, ctx: LowerContext
+) -> list[Dispatch]:
+    """What the options name: cases, all timed cases of the suite, or models."""
+    return _of_cases(case, ctx) if case else _of_suite(ctx) if every else _of_models(model, shape, tokens, ctx)
+
+
+def _by_workers(
+    where: Where, journal: Path | None, args: Mapping[str, Any], as_json: bool, before: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """Compile by workers and print, a table for each kind of device. Whether a kernel spills or uses scratch memory."""
+    from vkback.cli.kernels_hosts import kernels_by_workers
+
+    kinds = kernels_by_workers(where, journal, args)
+    data = [
+        {"device": kind.about["device"], "driver": kind.about["driver"], "kernels": [f.as_data() for f in found]} for kind, found in kinds
+    ]
+    if as_json:
+        print(json.dumps(data[0] if len(data) == 1 else data, indent=1))
+    else:
+        for kind, found in kinds:
+            print("\n".join([*fit(kind.name), *table(found), *changes(found, before)]))
+    return any(f.spills_or_scratch for _, found in kinds for f in found)
 
 
 def _of_models(models: Sequence[str] | None, shape: str | None, tokens: int, ctx: LowerContext) -> list[Dispatch]:

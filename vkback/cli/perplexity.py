@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vkback.cli.hosts import DevicesOption, workers_of
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
-    DeviceOption,
     ExactOption,
     JsonOption,
     LoraOption,
@@ -38,6 +38,7 @@ from vkback.cli.terminal import fit, progress_bar
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
+    from vkback.cli.hosts import Where
     from vkback.evaluate.kl import Divergence
 
 
@@ -53,7 +54,7 @@ def perplexity(
             "-np", "--parallel", min=1, help="Chunks read side by side [default: as many as pay and fit into memory; with --exact 1]."
         ),
     ] = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
@@ -86,6 +87,22 @@ def perplexity(
     options = load_options(
         ctx=chunk, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
     )
+    where = workers_of(device, None, None, None)
+    if where is not None:
+        if lora or lora_scaled or save_kl_base is not None or kl_base is not None:
+            raise UsageError("--lora, --save-kl-base and --kl-base are of one device; expected one with --device")
+        options_of = {
+            "ctx": chunk,
+            "act": act,
+            "ubatch": ubatch,
+            "cache_type_k": cache_type_k,
+            "cache_type_v": cache_type_v,
+            "exact": exact,
+        }
+        plain = text if isinstance(text, str) else list(text)
+        args = {"path": str(path.absolute()), "text": plain, "chunk": chunk, "chunks": chunks, "sequences": parallel, "options": options_of}
+        _by_workers(where, args, f"{act}, exact" if exact else act, f"{cache_type_k}, {cache_type_v}", as_json)
+        return
     console = Console(stderr=True)
     # The base is opened first: a file that is none is refused before a model loads for minutes.
     with ExitStack() as stack:
@@ -134,6 +151,29 @@ def perplexity(
             lines += [f"against {settings_text(reader.header['about'])}", *table(found.result()).splitlines()]
         print("\n".join(part for line in lines for part in fit(line)))
         print(f"{count * chunk / seconds:.1f} t/s with compile time", file=console.file)
+
+
+def _by_workers(where: Where, args: Mapping[str, Any], act: str, cache: str, as_json: bool) -> None:
+    """Score by a worker a device, and print what each kind of device has found."""
+    from vkback.cli.perplexity_hosts import perplexity_by_workers
+
+    begun = time.perf_counter()
+    found = perplexity_by_workers(where, len(where.devices or ()) or 1, args)
+    seconds, chunk = time.perf_counter() - begun, args["chunk"]
+    made = []
+    for each in found:
+        about: dict[str, str] = {"model": each.model, "file": each.file, "act": act, "cache": cache}
+        result = each.perplexity
+        score = {"perplexity": result.value, "error": result.error, "tokens": result.tokens, "chunks": each.chunks, "chunk": chunk}
+        made.append({**about, "device": each.device, **score, "seconds": seconds, "against": None})
+        if not as_json:
+            lines = [
+                f"{settings_text(about)}, on {each.device}",
+                f"perplexity {result.value:.4f} +- {result.error:.4f}, {result.tokens} tokens scored in {each.chunks} chunks of {chunk}",
+            ]
+            print("\n".join(part for line in lines for part in fit(line)))
+    if as_json:
+        print(json.dumps(made[0] if len(made) == 1 else made, indent=1))
 
 
 def settings_text(about: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ import typer
 from vkback import paths
 from vkback.cli.bench_llama import BenchCommand
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption, Outputs, SaveOption, StoreOption
+from vkback.cli.hosts import HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
 from vkback.cli.shell import (
     ACTS,
     Command,
@@ -26,6 +27,7 @@ from vkback.cli.shell import (
     EngineLike,
     ExactOption,
     TensorSplitOption,
+    UsageError,
     VersionOption,
     act_of,
     add_command,
@@ -158,6 +160,10 @@ def bench(
         bool, typer.Option("--power", help="Show watts and t/s per watt, where the driver tells what the device draws.")
     ] = False,
     progress: Annotated[bool, typer.Option("--progress", help="Say on stderr what is being run.")] = False,
+    scheduler: SchedulerOption = None,
+    hosts: HostsOption = None,
+    workers: WorkersOption = None,
+    journal: JournalOption = None,
     list_devices: Annotated[
         bool, typer.Option("--list-devices", callback=print_devices, is_eager=True, help="List the Vulkan devices, and end.")
     ] = False,
@@ -195,6 +201,9 @@ def bench(
         build=build_info(),
     )
     variants = [(a, u, c) for a in acts for u in ubatches for c in caches]
+    where = None if tensor_split is not None or turns else workers_of(device, scheduler, hosts, workers, journal)
+    if where is not None and against is not None:
+        raise UsageError("--against is of one device; leave out --scheduler, --hosts, --workers and several devices")
     if turns:
         _turns(files, variants, tests, settings)
         return
@@ -226,6 +235,15 @@ def bench(
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     outputs = Outputs(BENCH, output, as_json, output_err, save, store, extra=frozenset(columns), build=settings.build, inputs=files)
+    if where is not None:
+        from vkback.cli.vkbench_hosts import bench_by_workers
+
+        with outputs:
+            found = bench_by_workers(where, journal, files, variants, tests, replace(settings, device=None))
+            outputs.begin("; ".join(kind.name for kind, _ in found), settings.command, "; ".join(kind.name for kind, _ in found))
+            for result in (result for _, results in found for result in results):
+                outputs.row(result)
+        return
     with outputs:
         _measure_all(files, variants, tests, settings, outputs)
 
@@ -282,10 +300,22 @@ def _measure_all(
             for test in tests:
                 time.sleep(settings.delay_s)
                 engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
-                result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate or None)
-                if test.is_prompt:
-                    result = _with_flops(result, engine, test, settings.math_rate, math_rates)
-                outputs.row(result)
+                outputs.row(measured_test(engine, test, path, act, cache, settings, rate or None, math_rates))
+
+
+def measured_test(
+    engine: EngineLike,
+    test: BenchTest,
+    path: Path,
+    act: str,
+    cache: tuple[str, str],
+    settings: Settings,
+    rate: float | None,
+    math_rates: dict[GemmKernel, float],
+) -> BenchResult:
+    """One test on a loaded model. rate: the device's read rate, GB/s, where it is known; math_rates: measured so far, by kernel."""
+    result = replace(_measure_one(engine, test, path, act, cache, settings), read_rate_gb_s=rate)
+    return _with_flops(result, engine, test, settings.math_rate, math_rates) if test.is_prompt else result
 
 
 def _with_flops(

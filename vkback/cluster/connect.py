@@ -57,7 +57,9 @@ class Cluster:
 def _quiet() -> None:
     """What distributed says of connections that end, this command says itself."""
     import dask
+    import distributed  # sets the levels of its loggers
 
+    del distributed
     for name in ("distributed", "tornado", "asyncio", "asyncssh"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     dask.config.set({"distributed.scheduler.allowed-failures": 1000, "distributed.comm.timeouts.connect": f"{CONNECT_S:.0f}s"})

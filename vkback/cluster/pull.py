@@ -24,8 +24,6 @@ GATHER_S = 20.0
 """How long the first workers wait for others that will come."""
 MAX_LOSSES = 3
 """Workers that a unit may take with it before it counts as failed."""
-FEW = 3
-"""Attempts of a unit that a worker refuses with an error."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,7 @@ class Pull:
         self._refused: set[str] = set()
         self._kinds: dict[Kind, _Kind] = {}
         self._running: dict[str, _Running] = {}
+        self._errors: set[str] = set()
         self._number = 0
         self._client: Any = None
         self.done = self.failed = 0
@@ -320,13 +319,10 @@ class Pull:
             self._refused.add(run.member.address)
             self._count_loss(run, f"worker {run.member.name} lost its device while it ran {_brief(run.unit)}: {answer['error']}")
         else:
-            losses = self._kinds[run.member.kind].losses
-            losses[run.unit.key] = losses.get(run.unit.key, 0) + 1
-            self._said(f"worker {run.member.name}: {_brief(run.unit)}: {answer['error']}")
-            if losses[run.unit.key] >= FEW or run.first:
-                self._fail(run, answer["error"])
-            else:
-                self._put_back(run, [run.unit])
+            if answer["error"] not in self._errors:  # often all units of a kind have the same
+                self._errors.add(answer["error"])
+                self._said(f"worker {run.member.name}: {_brief(run.unit)}: {answer['error']}")
+            self._fail(run, answer["error"])
 
 
 def _brief(unit: Unit) -> str:

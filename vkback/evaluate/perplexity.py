@@ -79,7 +79,7 @@ def perplexity(
         for text, found in zip(texts, logits(texts, first), strict=True):
             targets = np.array(text[first + 1 :])
             scored = found[: len(targets)]
-            coming.append(pool.submit(_loss, scored, targets))
+            coming.append(pool.submit(token_losses, scored, targets))
             if on_scored is not None:
                 on_scored(scored, targets)
             while len(coming) > LOSSES_AT_ONCE or (coming and coming[0].done()):
@@ -97,7 +97,7 @@ def count_chunks(ids: Sequence[int], n_ctx: int, n_chunks: int | None = None) ->
     return len(ids) // n_ctx if n_chunks is None else min(n_chunks, len(ids) // n_ctx)
 
 
-def _loss(logits: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def token_losses(logits: npt.NDArray[Any], targets: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """logits [n, n_vocab], targets [n] -> negative log probability of each target, summed in float64."""
     logits = np.asarray(logits, np.float64)
     top = logits.max(axis=-1)
