@@ -1,0 +1,205 @@
+"""Times a step of a batch: one token of each of many sequences, whose caches lie in pages, behind as many rows each.
+
+    python bench/batch_steps.py MODEL.gguf [-n 8,32] [--rows 512] [--rounds 2] [--stages] [--registers] [VARIANT...]
+
+A VARIANT is rows of tuning tables, as for bench/steps.py; "@unordered" runs a program without any barrier, whose results are wrong. All
+programs take turns. A line each, the tables' own first: microseconds a step by the device's clock without sampling, stages and how many
+are barrier-free, the NMSE of the logits against the tables', and whether a spin-wait timed out. Then what the bytes of a step ask at the
+read rate.
+
+--stages     a line for each kind of stage: microseconds of all layers together, how many, and of one, with barriers between all stages
+--registers  and what the driver makes of one kernel of each kind
+--only TEXT  variants get no lines of stages but those of kinds that have the text
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from moe_steps import family
+from steps import UNORDERED, WARM_S
+
+from vkback.device import BufferRange, Device
+from vkback.engine.batch.steps import CLASSES
+from vkback.errors import VkbackError
+from vkback.evaluate.judge import nmse
+from vkback.graph import Tensor
+from vkback.models.builder import Paging
+from vkback.models.registry import Model
+from vkback.ops.case import Array
+from vkback.ops.lowering import LowerContext
+from vkback.plan.planner import plan
+from vkback.plan.schedule import Schedule
+from vkback.program import Program, WeightRanges, compile_kernels, dispatch_spec
+from vkback.shader import ShaderLibrary
+from vkback.timing.launches import span_us, stamp, warm_up
+from vkback.timing.read_rate import measure_read_rate
+from vkback.timing.stages import loaded, zeroed
+from vkback.tuning.lookup import Tuning, with_overrides
+
+PAGE = 64
+REPEAT = 8
+LOGITS = "result_output"
+NAN_WORD = 0xFFFFFFFF
+
+
+def step_schedule(model: Model, n: int, paging: Paging, ctx: LowerContext, variant: str) -> Schedule:
+    """The plan of a step of n columns under a variant, without what picks tokens."""
+    rows = variant.removeprefix(UNORDERED)
+    if rows != variant:
+        rows = "; ".join(filter(str.strip, (rows, "schedule : sync=barrier")))
+    tables = ctx.tuning
+    assert isinstance(tables, Tuning)
+    graph = model.graph(n, paging.page * paging.max_pages, head="all", paging=paging)
+    schedule = plan(graph, dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
+    if variant.startswith(UNORDERED):
+        schedule = dataclasses.replace(schedule, barrier_free=frozenset(range(1, len(schedule.stages))))
+    return schedule
+
+
+class Step:
+    """A program of a step whose columns are of one sequence each, behind `rows` rows."""
+
+    def __init__(
+        self,
+        device: Device,
+        library: ShaderLibrary,
+        schedule: Schedule,
+        n: int,
+        rows: int,
+        paging: Paging,
+        ranges: dict[str, BufferRange],
+        weights: dict[str, WeightRanges],
+        stack: ExitStack,
+    ) -> None:
+        self.device, self.schedule, self.times = device, schedule, list[float]()
+        inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
+        pages = np.arange(paging.n_slots * paging.max_pages, dtype=np.int32).reshape(paging.n_slots, -1)
+        physical = pages[:n, rows // PAGE] * PAGE + rows % PAGE
+        values = {"tokens": np.arange(7, 7 + n), "pos": np.full(n, rows), "rows": physical, "slots": np.arange(n), "pages": pages.ravel()}
+        for name, found in values.items():
+            if name in inputs:
+                device.upload(inputs[name], found.astype(np.int32))
+        self.program = Program(device, library, schedule, {**ranges, **inputs}, weights)
+        stack.callback(self.program.close)
+        self.start, self.end = (stamp(device, label) for label in ("start", "end"))
+        self.repeat = 1 if device.caps.software else REPEAT
+        self.commands = self.program.record("steps", repeat=self.repeat)
+        self.one = self.program.record("step")
+        recorder = device.recorder("spoil")
+        recorder.barrier()
+        for name in schedule.slots:
+            recorder.fill(self.program.range(name), NAN_WORD)
+        self.spoil = recorder.finish()
+        stack.callback(self.spoil.destroy)
+
+    def time(self) -> None:
+        warm_up(self.device, self.commands, WARM_S)
+        self.times += [span_us(self.device, self.start, self.commands, self.end) / self.repeat for _ in range(3)]
+
+    def logits(self) -> Array:
+        """Of a run that finds no values of an earlier one, which would be right for a kernel that did not wait."""
+        self.device.submit([self.spoil, self.one]).wait()
+        count = self.schedule.tensors()[LOGITS].elements  # a range of memory ends later
+        return self.device.download(self.program.range(LOGITS), np.float32)[:count]
+
+    def kinds(self) -> dict[str, tuple[float, int]]:
+        """Microseconds of all stages of a kind together, with a barrier behind every stage, and how many they are."""
+        stamped = self.program.record("stages", timestamps=True)
+        warm_up(self.device, stamped, WARM_S)
+        runs = []
+        for _ in range(5):
+            self.device.submit(stamped).wait()
+            runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
+        found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+        for us, stage in zip(np.median(runs, axis=0), self.schedule.stages, strict=True):
+            kind = family((d.label, d.kernel.source) for d in stage)
+            found[kind] = found[kind][0] + float(us), found[kind][1] + 1
+        return found
+
+    def nbytes(self) -> int:
+        """What a step reads at least, as its dispatches forecast it."""
+        return sum(d.nbytes for d in self.schedule.dispatches())
+
+
+def show_kinds(step: Step, only: str = "") -> None:
+    kinds = step.kinds()
+    print(f"    with barriers {sum(us for us, _ in kinds.values()):9.1f} us, {sum(n for _, n in kinds.values())} stages")
+    for kind, (us, count) in sorted(kinds.items(), key=lambda item: -item[1][0]):
+        if only in kind and us >= 3.0:
+            print(f"    {us:9.1f} us {count:4} of {us / count:7.2f}  {kind[:110]}")
+
+
+def show_registers(device: Device, library: ShaderLibrary, schedule: Schedule) -> None:
+    shown: set[str] = set()
+    for stage in schedule.stages:
+        for d in stage:
+            kind = family([(d.label, d.kernel.source)])
+            if kind in shown or len(shown) > 14:
+                continue
+            shown.add(kind)
+            found = {s.name: s.value for s in device.kernel_statistics(dispatch_spec(d, library))}
+            print(f"    {kind[:70]} {'x'.join(map(str, d.groups))}: " + ", ".join(f"{k} {v}" for k, v in found.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT")
+    parser.add_argument("-n", "--sequences", default="8,32")
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--registers", action="store_true")
+    parser.add_argument("--only", help="show stages of variants, too: of kinds with this text")
+    args = parser.parse_intermixed_args()
+    model, library = Model.open(args.model), ShaderLibrary()
+    numbers = [int(n) for n in args.sequences.split(",")]
+    pages = args.rows // PAGE + 1
+    most = max(numbers)
+    assert most <= CLASSES[-1]
+    paging = Paging(PAGE, most * pages, most, pages)
+    with Device.open(statistics=args.registers) as device, ExitStack() as stack:
+        ctx = LowerContext(device.caps, Tuning.for_device(device.caps))
+        schedules: dict[tuple[int, str], Schedule] = {}
+        for n in numbers:
+            for text in ("", *args.variants):
+                try:
+                    schedules[n, text] = step_schedule(model, n, paging, ctx, text)
+                except VkbackError as e:
+                    print(f"{n} sequences, {text}: {e}")
+        tensors: dict[str, Tensor] = {}
+        for schedule in schedules.values():
+            tensors |= {name: t for name, t in schedule.tensors().items() if t.kind in ("weight", "state")}
+        compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
+        weights, ranges = loaded(model, tensors, device, stack)
+        steps = {key: Step(device, library, s, key[0], args.rows, paging, ranges, weights, stack) for key, s in schedules.items()}
+        for _ in range(args.rounds):
+            for step in steps.values():
+                step.time()
+        rate = measure_read_rate(device, library).gb_s
+        print(f"== {args.model.name}, {device.caps.name}, {args.rows} rows a sequence, read rate {rate:.0f} GB/s")
+        for (n, text), step in steps.items():
+            us = float(np.median(step.times))
+            error = nmse(step.logits(), steps[n, ""].logits())
+            free = f"{len(step.schedule.stages)} stages, {len(step.schedule.barrier_free)} barrier-free"
+            timed_out = " TIMED OUT" if step.program.timed_out else ""
+            print(f"{n:3} sequences {us:9.1f} us, {free}, NMSE {error:7.1e}{timed_out}  {text or 'tables'}", flush=True)
+            if text.startswith(UNORDERED):
+                continue
+            if args.stages and not text:
+                print(f"    bytes of all stages {step.nbytes() / 1e9:.2f} GB, {step.nbytes() / rate / 1e3:.0f} us")
+                show_kinds(step)
+            elif args.only:
+                show_kinds(step, args.only)
+            if args.registers and not text:
+                show_registers(device, library, step.schedule)
+
+
+if __name__ == "__main__":
+    main()
