@@ -33,6 +33,7 @@ from vkback.errors import VkbackError
 from vkback.models import Model
 from vkback.models.builder import F16_CACHE, Paging
 from vkback.models.synth import outline
+from vkback.ops.attention import decode_matrix
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention import train as attention_train
 from vkback.ops.lowering import LowerContext, PlanError
@@ -72,7 +73,12 @@ CONTEXTS = (128, 512)
 
 
 def matrix_variants() -> list[Variant]:
-    return [*gemm.prebuilt_variants(), *attention_prompt.prebuilt_variants(), *attention_train.prebuilt_variants()]
+    return [
+        *gemm.prebuilt_variants(),
+        *decode_matrix.prebuilt_variants(),
+        *attention_prompt.prebuilt_variants(),
+        *attention_train.prebuilt_variants(),
+    ]
 
 
 def planned_variants(devices: Sequence[str] = DEVICES) -> list[Variant]:

@@ -33,6 +33,7 @@ BOUNDED = {
     "argsort/argsort.comp": {"x": ROW},
     "argsort/merge.comp": {"x": ROW},
     "attention/decode/attention.comp": {"x": "heads", "y": "splits of the rows", "z": TOKENS},
+    "attention/decode/matrix.comp": {"x": "heads", "y": "splits of the rows", "z": TOKENS},
     "attention/general.comp": {"x": TOKENS, "y": "heads", "z": "sequences"},
     "attention/prompt/prompt.comp": {"y": "groups of heads"},
     "attention/prompt/prompt_matrix.comp": {"y": "groups of heads"},

@@ -296,7 +296,7 @@ def test_overrides_refuse_what_no_table_could_say(params: dict[str, Any], match:
     [
         ({"codes": "pairs"}, "test: codes=pairs: no parameter is called codes"),
         ({"way": "plain"}, "test: way=plain: no parameter is called way; it is called kernel now"),
-        ({"kernel": "plane"}, "kernel=plane: plane is not legal, expected one of .*decode, plain, matrix.*"),
+        ({"kernel": "plane"}, "kernel=plane: plane is not legal, expected one of .*decode, decode_matrix, plain, matrix.*"),
         ({"kernel": "plane"}, "kernel=plane: plane is not legal, expected one of .*gemv, coop_mat, coop_reg, int_dot, f32"),
         ({"none_has_this": 1}, "test: none_has_this=1: no parameter is called none_has_this"),
         ({"lane_order": "zigzag"}, "test: lane_order=zigzag: zigzag is not legal"),

@@ -93,6 +93,13 @@ LONG_CHUNKS: dict[str, Any] = {"wg_size": 128, "lanes": 8, "steps": 8, "queries"
 """Chunks of 128 rows, of which the last one of a split may have few: its kernel skips the steps without rows."""
 
 
+BY_MATRICES: tuple[dict[str, Any], ...] = (
+    {"kernel": "decode_matrix", "warps": 2, "groups": 64, "rows_per_split": 32},
+    {"kernel": "decode_matrix", "warps": 4, "groups": 4, "rows_per_split": 64},
+)
+"""Tuning of cases for few tokens by matrices: many splits of two subgroups each, one split of four."""
+
+
 class FlashCases(Op):
     """Cases of FLASH_ATTN_EXT."""
 
@@ -132,6 +139,22 @@ class FlashCases(Op):
         yield from self.softcap_cases()
         yield from self.chunk_cases()
         yield from self.span_cases()
+        yield from self.few_by_matrices()
+
+    def few_by_matrices(self) -> Iterator[Case]:
+        """Few tokens by matrices: one row, blocks that are not full, splits, padding, heads of 64 to 256, one to twelve heads of a kv head,
+        windows, chunks, sinks, softcaps, keys that are no numbers; sequences in pages, several tokens of one."""
+        for seed, shape in enumerate(BY_MATRICES, 210):
+            yield self.build_case(8, 2, 64, 600, (599, 255, 0, 31, -1), seed=seed).where(**shape)
+            yield self.build_case(8, 1, 128, 300, (299, 17), seed=seed + 10).where(**shape)
+            yield self.build_case(12, 1, 64, 300, (299, 48), seed=seed + 20, window=128, sinks=True).where(**shape)
+            yield self.build_case(3, 3, 256, 80, (79, 15, 16), seed=seed + 30, softcap=1.5).where(**shape)
+            yield self.build_case(8, 2, 64, 600, (599, 255, 256, -1), seed=seed + 40, window=100, chunked=True).where(**shape)
+            paged = self.build_case(8, 2, 64, 640, (599, 131, 300, 160, 40, -1), seed=seed + 50, page=64, slots=(0, 1, 2, 3, 0, 2))
+            yield paged.where(**shape)
+            yield self.build_case(8, 2, 128, 320, (299, 90, 200), seed=seed + 60, page=32, window=100, sinks=True).where(**shape)
+            yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 70, nan_rows=1).where(**shape)
+            yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 80, inf_rows=1).where(**shape)
 
     def chunk_cases(self) -> Iterator[Case]:
         """Windows of chunks: the first, the last and a middle row of one, splits, padding, sinks, types, pages, prompts over several."""

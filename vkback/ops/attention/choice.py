@@ -12,6 +12,7 @@ from typing import Literal
 
 from vkback.device import Capabilities
 from vkback.graph import Node, Tensor
+from vkback.ops.attention import decode_matrix
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.paged import page_of, rows_of
 from vkback.ops.cache import CACHE_TYPES, QUANTIZED
@@ -53,6 +54,7 @@ class AttentionChoice:
     packs    the output may be packed as f16: V is as wide as K
     latent   V is the first part of each row of K
     width    values of a token's output
+    few      of the kernel for few tokens by matrices; None: another one
     """
 
     problem: str
@@ -62,10 +64,13 @@ class AttentionChoice:
     packs: bool
     latent: bool
     width: int
+    few: decode_matrix.DecodeMatrixShape | None = None
 
     @property
-    def kernel(self) -> Literal["decode", "plain", "matrix"]:
+    def kernel(self) -> Literal["decode", "decode_matrix", "plain", "matrix"]:
         """Which kernel it is."""
+        if self.few is not None:
+            return "decode_matrix"
         return "decode" if self.shape is None else self.shape.kernel
 
     @property
@@ -76,7 +81,7 @@ class AttentionChoice:
     @property
     def rounds(self) -> Literal["", "F16"]:
         """What it rounds F32 queries to."""
-        return "F16" if self.kernel == "matrix" else ""
+        return "F16" if self.kernel in ("matrix", "decode_matrix") else ""
 
     def stores_packed(self, reader: GemmShape, caps: Capabilities) -> bool:
         """Whether it can leave its output packed for a GEMM of shape `reader` (param `fragments` says in which order)."""
@@ -88,8 +93,10 @@ class AttentionChoice:
         return self.shape is None and self.width % (UNIT * reader.row_lanes) == 0
 
     def storing(self, node: Node, ctx: LowerContext) -> AttentionChoice:
-        """The choice for the node with another type of output. The kernel for latent rows by matrices makes F32 alone."""
-        return choose(node, ctx) if self.latent and node.outputs[0].type != "F32" else self
+        """The choice for the node with another type of output. The kernel for latent rows by matrices makes F32 alone, the one for few
+        tokens by matrices no Q8_1."""
+        other = (self.latent and node.outputs[0].type != "F32") or (self.few is not None and node.outputs[0].type == "Q8_1")
+        return choose(node, ctx) if other else self
 
     def __str__(self) -> str:
         """Like `matrix 64x64 for 32/8 heads of 128, 512 tokens, rounds q to F16: nvidia.toml [[attention]] row 3`."""
@@ -122,7 +129,20 @@ def choose(node: Node, ctx: LowerContext) -> AttentionChoice:
         vd == hd,
         latent,
         node.outputs[0].shape[-1],
+        None if fused else _few_by_matrices(node, params, ctx),
     )
+
+
+def _few_by_matrices(node: Node, params: Choice, ctx: LowerContext) -> decode_matrix.DecodeMatrixShape | None:
+    """The shape of the kernel for few tokens by matrices; None where the tables choose another, or it cannot be. It rounds queries and
+    weights to f16, which one token alone does not: never where sums must be the same for any number of tokens."""
+    q, cache_k, cache_v, pos = node.inputs[:4]
+    caches = {cache_k.type, cache_v.type} == {"F16"} and cache_k.name != cache_v.name and v_dim(node, cache_v) == cache_k.shape[2]
+    plain = caches and cache_v.shape[2] == cache_k.shape[2] and len(pos.shape) == 1 and not node.params.get("split_q")
+    rounds = ctx.act not in ("f32", "f16") and not ctx.exact and attention_prompt.queries_f16(q).name not in ctx.f16_scales
+    if params["kernel"] != "decode_matrix" or not plain or not rounds or node.outputs[0].type == "Q8_1":
+        return None
+    return decode_matrix.shape_for(params, q.shape[1], cache_k.shape[0], cache_k.shape[2], page_of(node), ctx)
 
 
 def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:

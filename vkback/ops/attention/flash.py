@@ -37,6 +37,7 @@ import numpy as np
 from vkback.constants import LOG2_E
 from vkback.graph import Node, Tensor
 from vkback.ops.attention import chain as attention_chain
+from vkback.ops.attention import decode_matrix
 from vkback.ops.attention import prompt as attention_prompt
 from vkback.ops.attention.cases import DecodeCases, FlashCases, first_row
 from vkback.ops.attention.choice import AttentionChoice, check, choice_of, choose, softcap_of, v_dim, window_of
@@ -302,6 +303,29 @@ def prompt_problem(node: Node) -> attention_prompt.PromptProblem:
     )
 
 
+def decode_problem(node: Node) -> decode_matrix.DecodeProblem:
+    """What the kernel for few tokens by matrices computes."""
+    q, cache_k, cache_v, pos, *_ = node.inputs
+    extra = dict(optional_inputs(node))
+    window, pushed = window_of(node)
+    return decode_matrix.DecodeProblem(
+        q,
+        cache_k,
+        cache_v,
+        pos,
+        node.outputs[0],
+        float(node.params["scale"]),
+        pushed,
+        window,
+        softcap_of(node),
+        extra.get("sinks"),
+        page_of(node),
+        [t for _, t in paged_inputs(node)],
+        node.params["units"] if node.outputs[0].type == "F16" else None,
+        node.name,
+    )
+
+
 def _tolerance(node: Node) -> Tolerance:
     if node.outputs[0].type == "Q8_1":
         return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
@@ -417,11 +441,16 @@ class FlashAttnExt(FlashCases):
         choice = choice_of(node, ctx)
         if choice.shape is not None:
             return [attention_prompt.lower(prompt_problem(node), choice.shape, ctx.caps, choice.source)]
+        if choice.few is not None:
+            check(node, ctx, cache_k, cache_v, n_head)
+            return [decode_matrix.lower(decode_problem(node), choice.few, ctx.caps, choice.source)]
         return [_lower(node, ctx, q, cache_k, cache_v, pos, n, n_head, extra, {})]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        prompt = choice_of(node, ctx).shape
-        return _tolerance(node) if prompt is None else attention_prompt.tolerance(prompt, node.outputs[0])
+        choice = choice_of(node, ctx)
+        if choice.few is not None:
+            return attention_prompt.MATRIX_TOLERANCE
+        return _tolerance(node) if choice.shape is None else attention_prompt.tolerance(choice.shape, node.outputs[0])
 
 
 OF_NORMS = frozenset({"norm_all", "norm_v"})

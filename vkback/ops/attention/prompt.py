@@ -47,7 +47,12 @@ MAX_VALUES = 32
 """Values of a query, and as many of its sum, that a thread of `plain` holds on a GPU: two queries then take 128 registers."""
 
 PARAMS: dict[str, tuple[Any, ...] | Literal["positive"]] = {
-    "kernel": ("decode", "plain", "matrix"),  # the kernel of shaders/attention/decode/attention.comp, or which of these
+    "kernel": (
+        "decode",
+        "decode_matrix",
+        "plain",
+        "matrix",
+    ),  # shaders/attention/decode/attention.comp, matrix.comp there, or which of these
     "tile_q": "positive",  # queries (token, head) of a workgroup, at most
     "tile_kv": (4, 8, 16, 32, 64, 128),  # rows of the cache in a block
     "warps": (1, 2, 4, 8, 16),  # subgroups of a workgroup
@@ -143,7 +148,7 @@ def shape_for(choice: Choice, hd: int, ctx: LowerContext, vd: int = 0, latent: b
         shape = latent_shape(choice, hd, vd, caps, row_lanes(ctx)) if latent else matrix_kernel_shape(choice, hd, caps, row_lanes(ctx))
         if shape is not None:
             return shape
-    return None if choice["kernel"] == "decode" else plain_shape(choice, hd, caps, vd)
+    return None if choice["kernel"] in ("decode", "decode_matrix") else plain_shape(choice, hd, caps, vd)
 
 
 def plain_shape(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptShape | None:
@@ -260,17 +265,20 @@ def latent_shared(shape: PromptShape, hd: int) -> int:
     return 16 * (max(max(shape.tile_kv, fm) * pitch, shape.warps * fm * (fn // 4 + 1)) + scores) + 8 * shape.tile_q
 
 
+MATRIX_TOLERANCE = Tolerance(
+    1e-6,
+    1e-2,
+    "queries and weights are rounded to f16, at most 2^-11 each, 2^-12 rms. A logit whose terms add up to 1 rms moves by 2^-12, "
+    "its weight by as much. Both errors differ from row to row: 2 * 2^-24 = 1.2e-7 by energy, 8 times that where few rows count",
+)
+
+
 def tolerance(shape: PromptShape, y: Tensor) -> Tolerance:
     """How far either kernel may be from float64."""
     if y.type == "Q8_1":
         return Tolerance(1e-4, 0.1, "outputs are rounded to 8 bits: 1/254 of the largest of 32, which is up to ten times their rms")
     if shape.kernel == "matrix":
-        return Tolerance(
-            1e-6,
-            1e-2,
-            "queries and weights are rounded to f16, at most 2^-11 each, 2^-12 rms. A logit whose terms add up to 1 rms moves by 2^-12, "
-            "its weight by as much. Both errors differ from row to row: 2 * 2^-24 = 1.2e-7 by energy, 8 times that where few rows count",
-        )
+        return MATRIX_TOLERANCE
     if y.type == "F16":
         return Tolerance(2.4e-7, 5e-3, "outputs are rounded to f16, by at most 2^-11, squared 2.4e-7; the largest is 10 times the rms")
     return Tolerance(1e-10, 1e-4, "f32 sums of exact F16 products; exp2 of logits up to 20 is off by 5e-6, the worst by a few times that")
