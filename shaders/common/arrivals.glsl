@@ -14,6 +14,8 @@
 //   void arrive()             after the workgroup has stored all of its results
 //   uint wait_for_arrivals()  returns a 0 that the compiler cannot know. Add it to the address of a read that must come after the wait: the
 //                             read then depends on the wait and cannot be moved ahead of it
+//   uint wait_for_first()     the same for what a kernel needs ahead of its other inputs, by a counter of its own: EXPECTED_FIRST and
+//                             BIND_FIRST; with BIND_EXPECTED
 //
 // The polled buffer is not declared readonly: newer compilers would mark the variable NonWritable, and a driver may then read it through a
 // cache that stores of other workgroups do not reach.
@@ -51,23 +53,32 @@ layout(std430, set = 0, binding = BIND_EXPECTED) coherent volatile buffer SeenAr
 layout(std430, set = 0, binding = BIND_SYNC_STATE) coherent volatile buffer SyncState { uint spin_timeout; };
 #endif
 
+#define WAIT_FOR(COUNT, COUNTER, MISSING)                                                     \
+    if (COUNT == 0) return 0u;                                                                \
+    if (gl_LocalInvocationIndex == 0u) {                                                      \
+        uint missing = COUNT;                                                                 \
+        for (uint reads = 1u; missing != 0u; reads++) {                                       \
+            missing = COUNT - (COUNTER[gl_WorkGroupID.x % COUNTERS * COUNTER_WORDS] - SENTINEL); \
+            if (reads == MAX_SPINS) spin_timeout = 1u;                                        \
+            /* Once one wait has timed out, the others need not spin as long. */              \
+            if (reads == MAX_SPINS || ((reads & 1023u) == 0u && spin_timeout != 0u)) missing = 0u; \
+        }                                                                                     \
+        MISSING = missing;                                                                    \
+    }                                                                                         \
+    barrier();                                                                                \
+    return MISSING;
+
 shared uint missing_arrivals;
 
-uint wait_for_arrivals() {
-    if (EXPECTED == 0) return 0u;
-    if (gl_LocalInvocationIndex == 0u) {
-        uint missing = EXPECTED;
-        for (uint reads = 1u; missing != 0u; reads++) {
-            missing = EXPECTED - (seen_arrivals[gl_WorkGroupID.x % COUNTERS * COUNTER_WORDS] - SENTINEL);
-            if (reads == MAX_SPINS) spin_timeout = 1u;
-            // Once one wait has timed out, the others need not spin as long.
-            if (reads == MAX_SPINS || ((reads & 1023u) == 0u && spin_timeout != 0u)) missing = 0u;
-        }
-        missing_arrivals = missing;
-    }
-    barrier();
-    return missing_arrivals;
-}
+uint wait_for_arrivals() { WAIT_FOR(EXPECTED, seen_arrivals, missing_arrivals) }
+
+#ifdef BIND_FIRST
+layout(std430, set = 0, binding = BIND_FIRST) coherent volatile buffer FirstArrivals { uint first_arrivals[]; };
+
+shared uint missing_first;
+
+uint wait_for_first() { WAIT_FOR(EXPECTED_FIRST, first_arrivals, missing_first) }
+#endif
 #else
 uint wait_for_arrivals() { return 0u; }
 #endif

@@ -6,7 +6,8 @@
 //   binding 1  x F16 in unit order (gemm/units.glsl), x_stride 16-byte words per FN columns
 //   binding 3  bias F32, binding 5 route (BY_EXPERTS), else unused: as in gemm/iface.glsl
 //   binding 6  F32 [n][X_SQUARES], with X_SQUARES: x is y of a product with NEXT_NORM, and each of its columns is divided by its rms
-//   bindings 7 to 9  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl)
+//   bindings 7 to 9  arrivals (ARRIVES), arrivals of x (EXPECTED), state of spin-waits (common/arrivals.glsl); BY_EXPERTS 11: arrivals of the
+//                    route (EXPECTED_FIRST)
 //
 // A binding that a kernel does not need may be any buffer.
 //
@@ -28,7 +29,7 @@
 //
 // BY_EXPERTS 1: a grouped product (MUL_MAT_ID). A tile has slots of one expert, by a route, and a lane looks up where the columns that it holds
 // elements of lie in x. x is that of tokens or of slots, in whatever order of columns; its matrices may have other columns (X_FN) than those here.
-// The route is read before the wait for x, so it must be complete before the kernel starts.
+// The route is read before the wait for x: it is waited for first, by a counter of its own (EXPECTED_FIRST), unless it is older.
 //
 // Defines: QUANT_FILE. Before it: gemm/matrix.glsl, and OUT_SHIFT: 1 if two rows of weights make one of the output, else 0. Everything else
 // is a specialization constant.
@@ -66,6 +67,12 @@ const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = BY_EXPERTS;
 #define UNITS_ALIGNED K_ALIGNED
 #include "quant/place.glsl"
 #include QUANT_FILE
+#if BY_EXPERTS
+layout(constant_id = 18) const uint EXPECTED_FIRST = 0;  // arrivals of the route (common/arrivals.glsl)
+uint route_zero = 0;
+#define ROUTE_ZERO route_zero
+#define BIND_FIRST 11
+#endif
 #include "gemm/tile.glsl"
 #include "gemm/pack.glsl"
 #include "gemm/unit_f16.glsl"
@@ -386,6 +393,9 @@ void main() {
 #ifdef UNIT_TABLE
     unit_table(gl_LocalInvocationID.x, WG);
     barrier();
+#endif
+#if BY_EXPERTS
+    route_zero = wait_for_first();
 #endif
     if (!find_tile()) {
         arrive();

@@ -5,8 +5,11 @@
 //   binding 1  y F16; columns past the last one are not written
 //   binding 2  norm weight F32 [k] (NORM 2)
 //   binding 3  the overflow word (gemm/overflow.glsl)
-//   binding 4  arrivals (ARRIVES; common/arrivals.glsl)
-//   binding 6  state of spin-waits (SPINS_ON_X)
+//   bindings 4 to 6  arrivals (ARRIVES), arrivals of x (EXPECTED; common/arrivals.glsl), state of spin-waits (SPINS_ON_X, EXPECTED)
+//
+// With USED the rows that are packed are those of MOE_REDUCE (moe/moe_reduce.comp), and stored as they are as well:
+//   binding 0  the outputs of each token's experts F32 [n][USED][k]
+//   bindings 7 to 9  weights F32 [n][USED], residual F32 [n][k], sums F32 [n][k]
 // A binding that a kernel does not need may be any buffer.
 //
 // A workgroup packs a column; with several workgroups along y, each packs a part of it. A thread packs four neighbours at a time. With NORM
@@ -27,6 +30,8 @@ layout(constant_id = 5) const uint ROW_LANES = 4;  // as in gemm/units.glsl
 layout(constant_id = 6) const uint NORM = 0;  // 0: none, 1: without weight, 2: with weight
 layout(constant_id = 8) const uint SPINS_ON_X = 0;  // 1: spin on x (common/sentinel.glsl)
 layout(constant_id = 9) const uint ARRIVES = 0;  // common/arrivals.glsl
+layout(constant_id = 10) const uint EXPECTED = 0;  // likewise
+layout(constant_id = 11) const uint USED = 0;  // experts of a token whose outputs are added; 0: x is as it is
 #include "gemm/pack.glsl"
 #define OVERFLOW_BINDING 3
 #include "gemm/overflow.glsl"
@@ -36,6 +41,7 @@ layout(constant_id = 9) const uint ARRIVES = 0;  // common/arrivals.glsl
 #define BIND_SYNC_STATE 6
 #include "common/sentinel.glsl"
 #define BIND_ARRIVALS 4
+#define BIND_EXPECTED 5
 #include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
@@ -52,15 +58,31 @@ layout(std430, set = 0, binding = 0) coherent volatile buffer XQuadsSpun { vec4 
 layout(std430, set = 0, binding = 1) writeonly buffer Y { float16_t y1[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 2) readonly buffer NormWeight { float norm_weight[]; };
+layout(std430, set = 0, binding = 7) readonly buffer ExpertWeights { float expert_weights[]; };
+layout(std430, set = 0, binding = 8) readonly buffer Residual { vec4 residual4[]; };
+layout(std430, set = 0, binding = 9) writeonly buffer Sums { vec4 sums4[]; };
 
 shared float squares[WG / SG];
 
 // Quads that a thread keeps in registers; those of longer rows are read a second time.
-const uint CACHED_QUADS = 4;
+const uint CACHED_QUADS = USED != 0 ? 2 : 4;  // USED values are under way for each
 vec4 cached[CACHED_QUADS], cached_weight[CACHED_QUADS];
+uint x_zero = 0;  // a 0 that the compiler cannot know before x has arrived
+
+// The sum of the experts of a token, and the residual; rows are then whole quads.
+vec4 sum_of_experts(uint row, uint quad) {
+    const uint quads = p.k >> 2;
+    vec4 v[USED != 0 ? USED : 1];
+    const vec4 rest = residual4[row * quads + quad + x_zero];
+    [[unroll]] for (uint e = 0; e < USED; e++) v[e] = x4[(row * USED + e) * quads + quad + x_zero];
+    vec4 sum = vec4(0.0);
+    [[unroll]] for (uint e = 0; e < USED; e++) sum += expert_weights[row * USED + e + x_zero] * v[e];
+    return sum + rest;
+}
 
 vec4 load_quad(uint row, uint quad) {
     if (4u * quad >= p.k) return vec4(0.0);
+    if (USED != 0) return sum_of_experts(row, quad);
     if (SPINS_ON_X != 0) {  // rows are then whole quads
         vec4 v;
         SPIN_UNTIL(v = spun_x4[row * (p.k >> 2) + quad], arrived(v));
@@ -112,6 +134,11 @@ vec4 load_weight(uint quad) {
     return v;
 }
 
+// Stores a sum of experts as it is.
+void store_sum(uint column, uint quad, vec4 v) {
+    if (USED != 0 && 4u * quad < p.k) sums4[column * (p.k >> 2) + quad] = not_sentinel(v);
+}
+
 void pack(uint column, uint quad, vec4 v) {
     const uvec2 packed = pack_four(track_overflow(v));
     if (LANE_VALUES >= 4) {
@@ -125,12 +152,17 @@ void main() {
     const uint column = gl_WorkGroupID.x, first = gl_WorkGroupID.y * WG + gl_LocalInvocationID.x, step = gl_NumWorkGroups.y * WG;
     const uint quads = p.blocks * ROW_LANES * 8u;
     [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) cached_weight[j] = load_weight(first + j * step);
+    x_zero = wait_for_arrivals();
     load_cached(column, first, step);
+    [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++) store_sum(column, first + j * step, cached[j]);
     const float factor = p.scale * find_factor(column);
     [[unroll]] for (uint j = 0; j < CACHED_QUADS; j++)
         if (first + j * step < quads) pack(column, first + j * step, factor * cached[j] * cached_weight[j]);
-    for (uint quad = first + CACHED_QUADS * step; quad < quads; quad += step)
-        pack(column, quad, factor * load_quad(column, quad) * load_weight(quad));
+    for (uint quad = first + CACHED_QUADS * step; quad < quads; quad += step) {
+        const vec4 v = load_quad(column, quad);
+        store_sum(column, quad, v);
+        pack(column, quad, factor * v * load_weight(quad));
+    }
     report_overflow();
     arrive();
 }

@@ -5,6 +5,11 @@
 
 layout(std430, set = 0, binding = 5) readonly buffer Route { uint route[]; };
 
+// A 0 that the compiler cannot know before the route has arrived, where a kernel waits for it.
+#ifndef ROUTE_ZERO
+#define ROUTE_ZERO 0u
+#endif
+
 uint tile_row;     // first weight row of the tile, within its matrix
 uint tile_matrix;  // first row of this expert
 uint tile_column;  // first column of the tile; grouped: position in the sorted slots
@@ -21,9 +26,9 @@ bool find_tile() {
     first_unit = gl_WorkGroupID.z * p.split_units;
     end_unit = min(first_unit + p.split_units, p.w.units);
     if (GROUPED != 0) {
-        tile_matrix = route[4u * tile_number] * p.m;
-        tile_column = route[4u * tile_number + 1u];
-        tile_count = route[4u * tile_number + 2u];
+        tile_matrix = route[4u * tile_number + ROUTE_ZERO] * p.m;
+        tile_column = route[4u * tile_number + 1u + ROUTE_ZERO];
+        tile_count = route[4u * tile_number + 2u + ROUTE_ZERO];
     } else {
         tile_matrix = 0u;
         tile_column = tile_number * TILE_N;
@@ -34,7 +39,7 @@ bool find_tile() {
 
 // The token or slot of column c of the tile: its row of y and of the residual.
 uint column_of(uint c) {
-    return GROUPED != 0 ? route[4u * p.tiles_n + tile_column + c] : tile_column + c;
+    return GROUPED != 0 ? route[4u * p.tiles_n + tile_column + c + ROUTE_ZERO] : tile_column + c;
 }
 
 // The row of x of that token or slot.

@@ -178,6 +178,32 @@ def test_packing(k: int, factor: float, norm: bool, device: Device, kernels: Sha
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize(("n_used", "k"), [(1, 64), (4, 2880), (8, 300)])
+def test_packing_of_a_sum_of_experts(n_used: int, k: int, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """The sum with its residual, as MOE_REDUCE makes it, and that normed and packed; rows of one round of threads and of several."""
+    caps, n = device.caps, 3
+    matrix, t = ((8, 8, 8), 8) if caps.subgroup_size == 8 else ((16, 16, 16), 4)
+    shape = GemmShape("coop_reg", 16, 16, subgroups=1, warp_m=16, matrix=matrix, row_lanes=t)
+    rng = np.random.default_rng(7)
+    shapes = {"slots": (n, n_used, k), "weights": (n, n_used), "residual": (n, k), "norm": (k,)}
+    values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    slots, weights, residual, norm = inputs = tuple(Tensor(name, "F32", shape, "input") for name, shape in shapes.items())
+    sums, y = Tensor("sums", "F32", (n, k)), gemm_reg.packed_units("y", n, k, shape)
+    d = gemm_reg.pack_units(slots, y, n, shape, caps, norm=norm, eps=1e-5, scale=0.5, experts=gemm_reg.ExpertSum(weights, residual, sums))
+    got = run_chain(device, kernels, ctx, [d], values, inputs, (sums, y))
+    want = (values["slots"].astype(np.float64) * values["weights"][..., None]).sum(1) + values["residual"]
+    np.testing.assert_allclose(got["sums"], want, rtol=1e-5, atol=1e-5)  # an f32 sum of at most nine terms
+    full = np.zeros((n, y.shape[1]))
+    full[:, :k] = 0.5 * want / np.sqrt(np.square(want).mean(-1, keepdims=True) + 1e-5) * values["norm"]
+    full = full.reshape(n, -1, 4)[..., [0, 2, 1, 3]].reshape(n, -1)  # K order
+    stride = gemm_reg.units_stride(k, shape, caps)
+    places = np.array([[unit_place(c, i, stride, shape, caps.subgroup_size) for i in range(y.shape[1])] for c in range(n)])
+    np.testing.assert_allclose(got["y"].reshape(-1)[places], full, rtol=1e-3, atol=1e-4)  # f16: 2^-11 of a value
+    with pytest.raises(PlanError, match=r"\[gemm\] y: sums of slots"):
+        gemm_reg.pack_units(slots, y, n, shape, caps, experts=gemm_reg.ExpertSum(weights, residual, sums))
+
+
+@pytest.mark.vulkan
 @pytest.mark.parametrize(
     ("value", "scale", "word"),
     [

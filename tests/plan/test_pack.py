@@ -21,6 +21,7 @@ from vkback.graph import Tensor
 from vkback.harness import token_cases
 from vkback.harness.token_cases import TokenCase
 from vkback.models import Model
+from vkback.models.builder import Paging
 from vkback.ops.case import Array, Tolerance
 from vkback.ops.cooperative_matrix import matrix_shape
 from vkback.ops.dispatch import Dispatch
@@ -82,6 +83,25 @@ def bound(dispatch: Dispatch, buffer: str) -> Tensor:
 def of(schedule: Schedule, label: str, kernel: str) -> Dispatch:
     (found,) = [d for d in schedule.dispatches() if d.label == label and Path(d.kernel.source).stem == kernel]
     return found
+
+
+@pytest.mark.parametrize(("n", "free"), [(8, False), (32, True)])
+def test_stages_of_a_step_of_many_sequences_through_experts(n: int, free: bool, large: Callable[[str], Model]) -> None:
+    """Attention of pages by matrices; norm, router, choice and route are one stage, and so are the sum of experts, the norm behind it and
+    its packing. Products by experts wait for the route first, by the counter of the one workgroup that made it."""
+    ctx = planned_for(H200)
+    ctx = dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"topk_moe": {"experts_each": 8}}, "test"))
+    paging = Paging(page=64, n_pages=n * 10, n_slots=n, max_pages=10)
+    schedule = plan(large(BIASED).graph(n, 640, head="all", paging=paging), ctx)
+    numbers = {d.label: i for i, stage in enumerate(schedule.stages) for d in stage}
+    first, last = numbers["Qcur_rope-1.qkv"], numbers["result_norm.units"]
+    stages = ["coop_reg", "rope", "matrix", "coop_reg", "norm_route", "coop_reg_experts", "coop_reg_experts", "pack_units"]
+    assert [sorted(kernels(stage)) for stage in schedule.stages[first : last + 1]] == [[name] for name in stages]
+    with_barriers = [i for i in range(first, last + 1) if i not in schedule.barrier_free]
+    assert with_barriers == ([] if free else [numbers["ffn_moe_swiglu_oai-1.f16"]])
+    gate, down = (dict(schedule.stages[last - i][0].kernel.spec) for i in (2, 1))
+    waits = [(spec.get("EXPECTED_FIRST", 0), spec.get("EXPECTED", 0) > 0) for spec in (gate, down)]
+    assert waits == ([(1, False), (1, True)] if free else [(0, False), (0, True)])
 
 
 def test_a_dense_layer_of_a_prompt(large: Callable[[str], Model]) -> None:
@@ -186,7 +206,7 @@ def test_a_layer_of_few_tokens(large: Callable[[str], Model]) -> None:
         schedule = scheduled(large(DENSE), n=n)
         assert [sorted(set(kernels(stage))) for stage in schedule.stages[2:8]] == [
             ["coop_reg_heads"],
-            ["attention"],
+            ["matrix" if n >= 7 else "attention"],
             ["coop_reg"],
             ["coop_reg"],
             ["coop_reg"],
@@ -208,7 +228,7 @@ def test_who_turns_and_stores_few_tokens(large: Callable[[str], Model]) -> None:
     assert made == [{"Qcur_rope-0", "Qcur_rope-0.arrivals", "cache_k_l0"}, {"Qcur_rope-0.arrivals", "cache_v_l0"}]
     assert [bound(d, "Angles").name for d in stored[:2]] == ["rope_angles.0"] * 2 and stored[
         2
-    ].kernel.source == "attention/decode/attention.comp"
+    ].kernel.source == "attention/decode/matrix.comp"
     for name, n, rope, separate in (
         (DENSE, 2, "product", False),
         (DENSE, 16, "product", False),

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "gemm/pack_units",
     "gemm/route_heads",
     "gemm/split_sum",
+    "attention/decode/matrix",
     "attention/prompt/prompt_matrix",
     "attention/prompt/prompt_latent",
     "attention/train/train_matrix",
@@ -43,9 +44,10 @@ ELSEWHERE = {
     "probe/matrix_rate",
     "probe/read",
     "load/repack",
+    "topk/norm_route",
 }
-"""Kernels that no case of the suite on a CPU driver of today runs: those of cooperative matrices, which it does not have, probes, which
-measure and compute nothing that is judged, and the load's, whose bytes tests compare with the host's."""
+"""Kernels that no case of the suite on a CPU driver of today runs: those of cooperative matrices, which it does not have, and of plans with
+them; probes, which measure and compute nothing that is judged; and the load's, whose bytes tests compare with the host's."""
 
 
 def test_there_is_a_fault_of_every_kernel() -> None:

@@ -53,6 +53,7 @@ class SpinWaits:
     own     partial results that workgroups of this dispatch wait for from each other
     counted   every workgroup waits until all workgroups of the dispatches that make these have arrived, where they were made since the
               last barrier
+    first     the same, ahead of all other waits and by a counter of its own, for what a kernel needs early; of specialized kernels alone
     arrives   of its workgroups so many can count their arrivals, all that store something; 0: it cannot
     specialized  the kernel gets this in specialization constants, not in defines (vkback/plan/sync.py, CONSTANTS), and its shader declares
               the buffers of arrivals, of those expected, and of the state of spin-waits
@@ -65,6 +66,7 @@ class SpinWaits:
     also_part: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
     arrives: int = 0
     specialized: bool = False
 

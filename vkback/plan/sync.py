@@ -54,7 +54,7 @@ def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
     arrivals two, and one whose arrivals are counted one."""
     free, resolved = _barrier_free(schedule.stages, max_bindings)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
-    counters, writers = _counters(resolved, [d.waits.counted for d in found if d.waits and d.waits.counted])
+    counters, writers = _counters(resolved, [names for d in found if d.waits for names in (d.waits.first, d.waits.counted) if names])
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
@@ -159,11 +159,11 @@ class _Writes:
 def _resolved(d: Dispatch, writes: _Writes) -> Dispatch:
     """A dispatch with `also`, `also_part` and what is counted resolved: it waits for them as for its other wholes and parts if they were
     made since the last barrier, and otherwise not at all."""
-    if d.waits is None or not (d.waits.also or d.waits.also_part or d.waits.counted):
+    if d.waits is None or not (d.waits.also or d.waits.also_part or d.waits.counted or d.waits.first):
         return d
     since = tuple(name for name in d.waits.also if name in writes.before)
-    counted = tuple(name for name in d.waits.counted if name in writes.before)
-    d = dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted))
+    counted, first = (tuple(name for name in names if name in writes.before) for names in (d.waits.counted, d.waits.first))
+    d = dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted, first=first))
     assert d.waits is not None
     complete = _happened_before(d, writes)
     parts = tuple(name for name in d.waits.also_part if name in writes.before and name not in complete)
@@ -207,7 +207,7 @@ def _ordered(d: Dispatch, writes: _Writes) -> bool:
     assert d.waits is not None
     spun_on = {*d.waits.whole, *d.waits.part, *d.waits.shares}
     complete = spun_on | _happened_before(d, writes)
-    known = writes.countable(d.waits.counted) and spun_on <= writes.before.keys()
+    known = writes.countable((*d.waits.counted, *d.waits.first)) and spun_on <= writes.before.keys()
     return known and all(name in complete for name, _ in d.reads if name in writes.before)
 
 
@@ -218,7 +218,7 @@ def _happened_before(d: Dispatch, writes: _Writes) -> set[str]:
     # A tensor may have several writers. A part of it may come from any of them, the whole comes from all.
     of_wholes = [set.union(*writes.before[t]) for t in d.waits.whole if t in writes.before]
     of_parts = [set.intersection(*writes.before[t]) for t in (*d.waits.part, *d.waits.shares) if t in writes.before]
-    return set(d.waits.whole).union(*of_wholes, *of_parts, writes.arrived(d.waits.counted))
+    return set(d.waits.whole).union(*of_wholes, *of_parts, writes.arrived((*d.waits.counted, *d.waits.first)))
 
 
 def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | None = None) -> Dispatch:
@@ -231,17 +231,24 @@ def synchronized(d: Dispatch, free: bool, counters: Mapping[str, Expected] | Non
     counters = counters or {}
     arrivals = next((counters[name].counter for name in _outputs(d) if name in counters), None)
     expected = next((counters[name] for name in d.waits.counted if name in counters), None) if free else None
+    first = next((counters[name] for name in d.waits.first if name in counters), None) if free else None
+    if first is not None and expected == first:
+        expected = None  # one wait is enough
     spins = free and bool(d.waits.words)
-    state = Arg(STATE, "rw") if spins or expected else None
+    state = Arg(STATE, "rw") if spins or expected or first else None
     kernel, args = d.kernel, d.args
     if d.waits.specialized:
         found = interface(kernel.source)
         values = {"SPINS_ON_X": int(spins), "ARRIVES": int(arrivals is not None), "EXPECTED": expected.arrivals if expected else 0}
+        if first is not None:
+            values["EXPECTED_FIRST"] = first.arrivals
         spec = dict(kernel.spec) | {name: value for name, value in values.items() if value}
         if "SYNC" in found.constants:  # F16 outputs are waited for by counted arrivals alone, so that SENTINEL may be one of them
             spec["SYNC"] = 1
         kernel = dataclasses.replace(kernel, spec=tuple(sorted(spec.items())))
         buffers = {"Arrivals": Arg(arrivals, "rw") if arrivals else None, "SeenArrivals": Arg(expected.counter) if expected else None}
+        if first is not None:
+            buffers["FirstArrivals"] = Arg(first.counter)
         bound = list(args)
         for name, arg in (buffers | {"SyncState": state}).items():
             if arg is not None:

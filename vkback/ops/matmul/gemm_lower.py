@@ -7,6 +7,7 @@ fused around the node is carried out by their epilogues, or by dispatches behind
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from vkback.graph import Node, Tensor
 from vkback.ops.codebooks import in_pairs
@@ -84,6 +85,7 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
     target, after = _after_gemm(node, shape, ctx)
     params = node.params
     clamped = node.glu and params.clamp
+    units = node.units if node.experts != "summed" else ()  # the sum of experts leaves them
     problem = Gemm(
         node.w,
         x,
@@ -98,12 +100,12 @@ def lower_node(node: LinearNode, choice: ProductChoice, ctx: LowerContext, heads
         limit=float(params.clamp["limit"]) if clamped else 0.0,
         y_row0=params.row0,
         x_scale=ctx.f16_scale(x),
-        out_scale=ctx.f16_scale(node.units[0] if node.units else target),
+        out_scale=ctx.f16_scale(units[0] if units else target),
         label=name,
         x_factors=factors,
-        units=node.units[0] if node.units else None,
-        y_squares=node.units[1] if node.units else None,
-        units_norm=node.units_norm,
+        units=units[0] if units else None,
+        y_squares=units[1] if units else None,
+        units_norm=node.units_norm if units else None,
         squares=node.squares,
         eps=float(params.squares_eps),
         x_matrix_columns=params.x_matrix_columns,
@@ -168,7 +170,17 @@ def _after_gemm(node: LinearNode, shape: GemmShape, ctx: LowerContext) -> tuple[
     if node.experts == "summed":
         target = Tensor(f"{name}.slots", "F32", (node.n, node.n_used, node.m >> node.glu))
         terms = [target, node.extra["expert_weights"], *([node.extra["residual"]] if "residual" in node.extra else [])]
-        after += OPS["MOE_REDUCE"].lower(Node("MOE_REDUCE", tuple(terms), (final,)), ctx)
+        after += _packed_sum(node, terms, ctx) if node.units else OPS["MOE_REDUCE"].lower(Node("MOE_REDUCE", tuple(terms), (final,)), ctx)
     if final is not y:
         after += quantize_dispatch(final, y, ctx)
     return target, after
+
+
+def _packed_sum(node: LinearNode, terms: Sequence[Tensor], ctx: LowerContext) -> list[Dispatch]:
+    """The sum over experts, normed and packed behind that for the products that read it, too: one dispatch."""
+    slots, weights, residual = terms
+    (packed_sum,), shape = node.units, node.params.units_shape
+    assert shape is not None
+    experts = gemm_reg.ExpertSum(weights, residual, node.y)
+    eps, scale = node.params.units_eps, ctx.f16_scale(packed_sum)
+    return [gemm_reg.pack_units(slots, packed_sum, node.n, shape, ctx.caps, norm=node.units_norm, eps=eps, scale=scale, experts=experts)]

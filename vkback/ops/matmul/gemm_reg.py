@@ -100,6 +100,15 @@ def units_stride(k: int, shape: GemmShape, caps: Capabilities) -> int:
     return blocks_of(k, shape) * 4 * own_columns * caps.subgroup_size
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertSum:
+    """MOE_REDUCE on the way: weights F32 [n, n_used], residual F32 [n, k], and where the sums go, F32 [n, k]."""
+
+    weights: Tensor
+    residual: Tensor
+    sums: Tensor
+
+
 def pack_units(
     x: Tensor,
     y: Tensor,
@@ -110,11 +119,13 @@ def pack_units(
     norm: Tensor | None = None,
     eps: float | None = None,
     scale: float = 1.0,
+    experts: ExpertSum | None = None,
 ) -> Dispatch:
     """The dispatch that makes `y` (see `packed_units`) of x F32 [n, k].
 
     eps  given: every row is RMS-normed first, and multiplied by `norm` F32 [k] if there is one
     scale  of all values, so that f16 holds them (vkback/ops/f16_range.py)
+    experts  x is F32 [n, n_used, k]: what is packed are its weighted sums over n_used, with a residual; whole rows, which `eps` asks for
     """
     k = x.shape[-1]
     blocks = blocks_of(k, shape)
@@ -126,6 +137,15 @@ def pack_units(
     parts = 1 if eps is not None else ceil_div(quads, 2 * threads)
     shader = "gemm/pack_units.comp"
     buffers = {"X": Arg(x), "Y": Arg(y, "w"), "NormWeight": arg_of(norm), "Overflow": Arg(overflow_word(y), "rw")}
+    spins = SpinWaits(shares=(x.name,), arrives=n * parts, specialized=True) if k % 4 == 0 else None
+    nbytes_of_sums = 0
+    if experts is not None:
+        if k % 4 or x.shape != (n, x.shape[1], k) or eps is None:
+            raise PlanError(f"[gemm] {y.name}: sums of {x}; expected [{n}, n_used, k], k in fours, and a norm behind them")
+        spec |= {"USED": x.shape[1]}
+        buffers |= {"ExpertWeights": Arg(experts.weights), "Residual": Arg(experts.residual), "Sums": Arg(experts.sums, "w")}
+        spins = SpinWaits(counted=(x.name,), arrives=n, specialized=True)
+        nbytes_of_sums = nbytes(experts.residual) + nbytes(experts.sums)
     return Dispatch(
         Variant.of(shader, spec=spec, subgroup_size=required_subgroup(caps)),
         interface(shader).bound(buffers, Arg(norm or x)),
@@ -134,9 +154,9 @@ def pack_units(
         "PACK_F16",
         y.name,
         "units",
-        nbytes=nbytes(x) + nbytes(y),
+        nbytes=nbytes(x) + nbytes(y) + nbytes_of_sums,
         flops=4 * x.elements,
-        waits=SpinWaits(shares=(x.name,), arrives=n * parts, specialized=True) if k % 4 == 0 else None,
+        waits=spins,
     )
 
 
@@ -228,7 +248,12 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
         weight_bytes=weight_bytes(problem, shard),
         flops=2 * (shard.rows if problem.route is None else problem.m) * problem.k * problem.n,
-        waits=SpinWaits(counted=tuple(t.name for t in (problem.x, problem.squares) if t), arrives=prod(groups), specialized=True),
+        waits=SpinWaits(
+            counted=tuple(t.name for t in (problem.x, problem.squares) if t),
+            first=() if problem.route is None else (problem.route.name,),
+            arrives=prod(groups),
+            specialized=True,
+        ),
     )
 
 

@@ -36,6 +36,7 @@ from vkback.graph import Node, Recipe, Tensor
 from vkback.ops.dispatch import ceil_div
 from vkback.ops.family import declare
 from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.moe.topk import TOPK_PARAMS, topk_params
 
 Path = Literal["int", "float"]
@@ -97,6 +98,8 @@ class LinearParams:
     x_shared     slots that share a row of x, where experts take it in unit order; None: as the shape of x says
     x_matrix_columns  of the matrices that such an x was packed for; 0: of its own kernel's
     gelu_scale   with a multiplier: of the sums that gelu takes
+    units_eps    of the norm whose weight is units_norm, where experts are summed: the output behind the norm is packed, too, ..
+    units_shape  .. for products of such a shape
     choice       params of TOPK_MOE, where it chooses its experts
     """
 
@@ -114,6 +117,8 @@ class LinearParams:
     x_shared: int | None = None
     x_matrix_columns: int = 0
     gelu_scale: float = 1.0
+    units_eps: float = 0.0
+    units_shape: GemmShape | None = None
     choice: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -169,7 +174,8 @@ class LinearNode:
     summed  what it writes of x, normed, and post_residual
     chosen  weights and ids that it writes where it chooses its experts
     route   as a node of its own made it
-    units   what it leaves for products of its output normed with units_norm; squares: what another left for it
+    units   what it leaves for products of its output normed with units_norm: units that are not normed yet, and squares for it; of summed
+            experts normed units alone. squares: what another left for it
     """
 
     node: Node

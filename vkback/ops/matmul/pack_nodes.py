@@ -9,6 +9,9 @@
               params: experts, tile_n; without ids also tokens: the route of a product by heads, which are the experts
     TOPK_ROUTE  what TOPK_MOE reads -> what it makes, and the ROUTE of its ids by the same dispatch
               params: those of TOPK_MOE and of ROUTE
+    NORM_ROUTE  x F32 [n, k], norm F32 [k], w F32 [n_expert, k] [, bias] [, selection_bias] -> the PACK_F16 of x behind its norm, and what
+              the TOPK_ROUTE makes by the logits of a router's product of it, in one dispatch (vkback/ops/moe/norm_route.py)
+              params: roles, eps, shape (as of PACK_F16), those of TOPK_ROUTE
 
 They are no ops of a graph. A packed tensor is no value that a host could judge (its order is the driver's affair), and of a route many
 orders are right: both are judged by the products that read them.
@@ -29,7 +32,8 @@ from vkback.ops.matmul.gemm_reg import pack_units, packed_units
 from vkback.ops.matmul.linear_node import inputs_by_role
 from vkback.ops.matmul.pack import pack_f16, packed, packed_columns
 from vkback.ops.matmul.route import max_tiles, route, route_heads, route_tensor
-from vkback.ops.moe.topk import expert_choice
+from vkback.ops.moe import norm_route
+from vkback.ops.moe.topk import expert_choice, topk_params
 from vkback.ops.op import OPS
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines
@@ -160,9 +164,49 @@ def lower_topk_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
     ]
 
 
+def with_norm(pack: Node, product: Node, topk: Node, ctx: LowerContext) -> Node | None:
+    """A NORM_ROUTE in place of a PACK_F16, a router's LINEAR of what it packs, and a TOPK_ROUTE; None where one dispatch cannot do all."""
+    by, of_product = inputs_by_role(pack), inputs_by_role(product)
+    shape: GemmShape = pack.params["shape"]
+    alike = set(by) == {"x", "norm"} and pack.params["n"] == by["x"].shape[0] and len(by["x"].shape) == 2
+    if not alike or not set(of_product) <= {"w", "x", "bias"} or set(product.params) - {"roles", "n"} or len(of_product["w"].shape) != 2:
+        return None
+    inputs = {"x": by["x"], "norm": by["norm"], "w": of_product["w"], **{r: t for r, t in of_product.items() if r == "bias"}}
+    inputs |= dict(zip(("selection_bias",), topk.inputs[1:], strict=False))
+    params = {"roles": tuple(inputs), "eps": float(pack.params["eps"]), "shape": shape, **topk.params}
+    node = Node("NORM_ROUTE", tuple(inputs.values()), (*pack.outputs, *topk.outputs), params)
+    return node if norm_route.experts_each(_norm_route(node), ctx) else None
+
+
+def _norm_route(node: Node) -> norm_route.NormRoute:
+    by, params = inputs_by_role(node), node.params
+    units, weights, ids, routes = node.outputs
+    return norm_route.NormRoute(
+        by["x"],
+        by["norm"],
+        params["eps"],
+        by["w"],
+        units,
+        params["shape"],
+        weights,
+        ids,
+        routes,
+        params["tile_n"],
+        topk_params(params),
+        by.get("bias"),
+        by.get("selection_bias"),
+    )
+
+
+def lower_norm_route(node: Node, ctx: LowerContext) -> list[Dispatch]:
+    problem = _norm_route(node)
+    return [norm_route.lower(problem, norm_route.experts_each(problem, ctx), ctx, node.outputs[1].name)]
+
+
 LOWER: Mapping[str, Callable[[Node, LowerContext], list[Dispatch]]] = {
     "PACK_F16": lower_pack,
     "ROUTE": lower_route,
     "TOPK_ROUTE": lower_topk_route,
+    "NORM_ROUTE": lower_norm_route,
 }
 """How each of them is lowered."""

@@ -27,7 +27,7 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
-from vkback.ops.family import POWERS, Choice, declare
+from vkback.ops.family import POWERS, Choice, CountOr, declare
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of
 from vkback.ops.glu import SIGMOID_COST
 from vkback.ops.lowering import LowerContext, PlanError
@@ -40,7 +40,12 @@ declare("argmax", match={"vocab": "number", "n": "number"}, params={"wg_size": P
 declare(
     "topk_moe",
     match={"n_expert": "number", "n_used": "number", "n": "number"},
-    params={"wg_size": POWERS, "block": (16, 32, 64, 128, 256, 512, 1024)},
+    params={
+        "wg_size": POWERS,
+        "block": (16, 32, 64, 128, 256, 512, 1024),
+        # Experts of a workgroup where few tokens' norm, router, choice and route are one dispatch (shaders/topk/norm_route.comp).
+        "experts_each": CountOr("none"),
+    },
 )
 
 TOPK_PARAMS = ("n_used", "norm", "gating", "scale", "n_group", "n_group_used")

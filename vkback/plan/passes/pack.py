@@ -8,6 +8,7 @@ A GEMM by cooperative matrices takes x as packed f16 (`gemm_pack.packed`), by de
                              that both share; for few tokens in unit order (gemm_reg)
     attention -> its output  likewise, if a tile has whole matrices of tokens
     product -> norm -> few tokens' products   the product also stores its output in unit order, and sums of its squares (gemm_reg)
+    experts -> sum -> norm -> few tokens' products   the dispatch that adds the experts norms and packs their sum, too
     norm -> GEMMs         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
     anything else            one PACK_F16, shared by all GEMMs that read the tensor
 
@@ -30,9 +31,10 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.gemm_problem import GemmShape
 from vkback.ops.matmul.gemm_reg import packed_units
-from vkback.ops.matmul.linear_node import LinearNode
+from vkback.ops.matmul.linear_node import LinearNode, inputs_by_role
 from vkback.ops.matmul.pack import packed
-from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node, routes_too, with_route
+from vkback.ops.matmul.pack_nodes import Norm, pack_node, room, route_heads_node, route_node, routes_too, with_norm, with_route
+from vkback.ops.moe.topk import topk_choice
 from vkback.plan.nodes import Nodes, tokens_of
 from vkback.plan.passes.choose import as_stored
 from vkback.plan.schedule_choice import schedule_choice
@@ -92,7 +94,63 @@ def pack_activations(nodes: Sequence[Node], outputs: Iterable[Tensor], ctx: Lowe
     packing = _Packing(share_routes(nodes, ctx), [t.name for t in outputs], ctx)
     for name in [t.name for node in packing.nodes for t in node.outputs if t.type == "F32"]:
         packing.pack(name)
-    return packing.result()
+    return norm_and_route(sum_and_pack(packing.result(), ctx), ctx)
+
+
+def sum_and_pack(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
+    """The nodes with each sum of experts, and the norm and packing of that sum, as one: the dispatch that adds the experts of a token has a
+    whole row of it."""
+    out: list[Node | None] = list(nodes)
+    sums = {node.outputs[0].name: i for i, node in enumerate(nodes) if node.op == "LINEAR" and _sums_by_registers(node, ctx)}
+    for i, node in enumerate(nodes):
+        at = sums.get(node.inputs[0].name) if node.op == "PACK_F16" else None
+        product = out[at] if at is not None else None
+        if at is None or product is None or not _packs_whole_rows(node, product.outputs[0]):
+            continue
+        params = {
+            **product.params,
+            "roles": (*product.params["roles"], "units_norm"),
+            "units_eps": node.params["eps"],
+            "units_shape": node.params["shape"],
+        }
+        inputs, outputs = (*product.inputs, node.inputs[1]), (*product.outputs, *node.outputs)
+        out[at], out[i] = dataclasses.replace(product, inputs=inputs, outputs=outputs, params=params), None
+        del sums[node.inputs[0].name]
+    return [node for node in out if node]
+
+
+def norm_and_route(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
+    """The nodes with norm and packing, the router's product and the choice of experts as one, where few tokens' experts read what is
+    packed. It stands where the packing stood: what it reads beside are weights."""
+    out: list[Node | None] = list(nodes)
+    made = {t.name: i for i, node in enumerate(nodes) for t in node.outputs}
+    readers: dict[str, int] = {}
+    for name in (t.name for node in nodes for t in node.inputs):
+        readers[name] = readers.get(name, 0) + 1
+    for i, node in enumerate(nodes):
+        product = made.get(node.inputs[0].name) if node.op == "TOPK_ROUTE" else None
+        if product is None or nodes[product].op != "LINEAR" or readers[node.inputs[0].name] > 1:
+            continue
+        pack = made.get(inputs_by_role(nodes[product])["x"].name)
+        if pack is None or nodes[pack].op != "PACK_F16":
+            continue
+        if one := with_norm(nodes[pack], nodes[product], node, ctx):
+            out[pack], out[product], out[i] = one, None, None
+    return [node for node in out if node]
+
+
+def _sums_by_registers(node: Node, ctx: LowerContext) -> bool:
+    """Whether it is a product by coop_reg that leaves F32 sums of experts and a residual."""
+    gemv = LinearNode.of(node)
+    by_registers = gemv.experts == "summed" and "residual" in gemv.extra and len(node.outputs) == 1 and gemv.y.type == "F32"
+    shape = choice_of(gemv, ctx).shape if by_registers and not gemv.params.activates else None
+    return shape is not None and shape.kernel == "coop_reg" and gemv.m % 4 == 0
+
+
+def _packs_whole_rows(pack: Node, x: Tensor) -> bool:
+    """Whether a PACK_F16 is of the rows of x as they are, normed, and for coop_reg."""
+    whole = pack.params["roles"] == ("x", "norm") and pack.params["n"] == x.shape[0] and pack.inputs[0].shape == x.shape
+    return whole and pack.params["shape"].kernel == "coop_reg"
 
 
 def share_routes(nodes: Sequence[Node], ctx: LowerContext) -> Nodes:
@@ -165,7 +223,7 @@ class _Packing:
             made_for = choice_of(LinearNode.of(producer), self.ctx).shape if producer.op == "LINEAR" else None
             for r in readers:
                 self.now[r.number] = r.reading(out, made_for)
-        elif self.norms and producer.op == "RMS_NORM_MUL" and self._normed_by_producer(producer, readers):
+        elif self.norms and producer.op == "RMS_NORM_MUL" and not self._routes(readers) and self._normed_by_producer(producer, readers):
             self.now[self.producer[name]] = None
         elif self.norms and producer.op == "RMS_NORM_MUL" and any(_whole_rows(r, tensor) for r in readers):
             self.now[self.producer[name]] = None
@@ -225,6 +283,15 @@ class _Packing:
         if not all(r.takes(shape) and r.columns == columns for r in readers):
             return None
         return packed_units(name, columns, readers[0].gemv.k, dataclasses.replace(shape, tile_n=widest.tile_n))
+
+    def _routes(self, readers: Sequence[Reader]) -> bool:
+        """Whether one of them is a router whose norm, choice and route the tables want as one dispatch (`norm_and_route`)."""
+        for r in readers:
+            choosers = [self.now[i] for i in self.consumers.get(r.gemv.y.name, [])]
+            topk = next((node for node in choosers if node is not None and node.op == "TOPK_ROUTE"), None)
+            if topk is not None and topk_choice(topk, topk.inputs[0], self.ctx)["experts_each"] != "none" and r.gemv.w.type == "F32":
+                return True
+        return False
 
     def _normed_by_producer(self, norm: Node, readers: Sequence[Reader]) -> bool:
         """If the norm's input is made by a product in registers and its output is read by such products: the first stores it in unit order,
