@@ -146,7 +146,7 @@ float16_t half_at(uvec4 word, uint i) {
 uint group() { return gl_SubgroupInvocationID / ROW_LANES; }
 uint row_lane() { return gl_SubgroupInvocationID % ROW_LANES; }
 
-// Where a block's first row lies.
+// The place of a block's first row.
 uint physical(uint base) {
     base = min(base, hi - 1u);
     return PAGE != 0 ? uint(pages[page_table + base / max(PAGE, 1u)]) * PAGE + base % max(PAGE, 1u) : base;
