@@ -21,10 +21,10 @@ CARD = """
 import asyncio, json, os, sys
 
 name, places = sys.argv[1], int(sys.argv[2])
-here = 0
+here, scales = 0, []
 
 async def serve(reader, writer):
-    global here
+    global here, scales
     head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
     method, path = head.split()[:2]
     length = int(head.partition("content-length: ")[2].split()[0])
@@ -44,6 +44,9 @@ async def serve(reader, writer):
     elif path.startswith("/v1/responses/"):
         found = path.endswith("/resp_" + name)
         send(200 if found else 404, {"card": name} if found else {"error": {"code": "x"}})
+    elif path == "/lora-adapters":
+        scales = body if method == "post" else scales
+        send(400 if scales == ["wrong for " + name] else 200, scales)
     elif method == "get":
         send(200, {"card": name})
     else:
@@ -198,6 +201,29 @@ def test_requests_are_dealt_out_and_wait_in_one_queue() -> None:
         assert 'vkback_requests_total{card="0",end="finished"} 1.0' in text and 'vkback_requests_total{card="1",end="finished"} 2.0' in text
         assert text.count("# TYPE vkback_requests_total counter") == 1 and 'vkback_card_up{card="1"} 1.0' in text
         assert (await client.get("/v1/models")).json() == {"card": "0"}
+
+    run(test)
+
+
+async def scales_of(front: Front) -> list[Any]:
+    """What each card was told."""
+    async with httpx.AsyncClient(headers={"content-length": "0", "connection": "close"}) as client:
+        return [(await client.get(f"http://127.0.0.1:{process.port}/lora-adapters")).json() for process in front.processes]
+
+
+def test_scales_of_adapters_reach_every_card() -> None:
+    async def test(front: Front, client: httpx.AsyncClient) -> None:
+        wanted = [{"id": 0, "scale": 0.5}]
+        assert (await client.post("/lora-adapters", json=wanted)).json() == wanted
+        assert await scales_of(front) == [wanted, wanted]
+        await asyncio.gather(*(ask(client, "die 1") for _ in range(4)))
+        until = time.monotonic() + 20
+        while front.processes[1].starts < 2 or not front.balance.cards[1].places:
+            assert time.monotonic() < until, "it is not started again"
+            await asyncio.sleep(0.02)
+        assert await scales_of(front) == [wanted, wanted], "a card that is started again has them, too"
+        reply = await client.post("/lora-adapters", json=["wrong for 1"])
+        assert reply.status_code == 400, "one of them refuses"
 
     run(test)
 

@@ -117,6 +117,7 @@ class Front:
         self._tasks: list[asyncio.Task[None]] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._ending = False
+        self._scales: bytes | None = None  # what was last asked of all cards for their adapters
 
     # -- cards
 
@@ -145,6 +146,8 @@ class Front:
 
     async def _count_places(self, index: int) -> None:
         try:
+            if self._scales is not None and self.processes[index].starts > 1:
+                await self._get(index, b"/lora-adapters", self._scales)
             slots = json.loads(await self._get(index, b"/slots"))
         except (CardGone, ValueError, TimeoutError) as e:
             log.error("%s does not say how many requests it runs: %s", self.processes[index].name, e)
@@ -162,13 +165,15 @@ class Front:
         others = sum(card.places > 0 for card in self.balance.cards)
         log.error("%s is lost: %s; it is started again, %d of %d cards go on", self.processes[index].name, why, others, len(self.processes))
 
-    async def _get(self, index: int, target: bytes) -> bytes:
-        """What a card answers to a GET. Raises CardGone and TimeoutError."""
+    async def _get(self, index: int, target: bytes, body: bytes | None = None) -> bytes:
+        """What a card answers to a GET, or to a POST of a body. Raises CardGone and TimeoutError."""
         port = self.processes[index].port
         if port is None:
             raise CardGone("it does not listen")
         key = [] if self._key is None else [(b"authorization", b"Bearer " + self._key.encode())]
-        reply = await asyncio.wait_for(ask(port, "GET", target, [(b"host", b"127.0.0.1"), *key], b"", "127.0.0.1"), ASK_S)
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), *key]
+        method = "GET" if body is None else "POST"
+        reply = await asyncio.wait_for(ask(port, method, target, headers, body or b"", "127.0.0.1"), ASK_S)
         try:
             body = await asyncio.wait_for(reply.body(), ASK_S)
         finally:
@@ -248,7 +253,9 @@ class Front:
             await self._of_all(path, send)
             return
         body = await self._body(receive)
-        if path.startswith("/v1/responses/"):
+        if method == "POST" and path == "/lora-adapters":
+            await self._to_all(scope, send, body)
+        elif path.startswith("/v1/responses/"):
             await self._of_its_card(scope, receive, send, body)
         elif method == "POST" and path in QUEUED:
             self._authorize(scope)
@@ -288,6 +295,24 @@ class Front:
                     await self._hand_on(index, scope, receive, send, body)
                     return
         raise LostDevice("[server] no card is there; the server's log says why", retry_after_s=5)
+
+    async def _to_all(self, scope: Scope, send: Send, body: bytes) -> None:
+        """A request that changes what every card does; the reply is the first that is an error, else the first. Raises LostDevice where no
+        card is there."""
+        ports = [process.port for process in self.processes if process.port is not None]
+        client = (scope.get("client") or ("127.0.0.1",))[0]
+        asked = (ask(port, "POST", scope["raw_path"], scope["headers"], body, client) for port in ports)
+        replies = [each for each in await asyncio.gather(*asked, return_exceptions=True) if isinstance(each, Reply)]
+        try:
+            said = [(reply, await reply.body()) for reply in replies]
+        finally:
+            for reply in replies:
+                reply.close()
+        if not said:
+            raise LostDevice("[server] no card is there; the server's log says why", retry_after_s=5)
+        if all(reply.status == 200 for reply, _ in said):
+            self._scales = body
+        await _Out(send, False).whole(*min(said, key=lambda each: each[0].status == 200))
 
     async def _of_its_card(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
         """A response that one card keeps."""
