@@ -286,6 +286,7 @@ def test_tokens_equal_those_of_sentencepiece(tmp_path: Path, byte_fallback: bool
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc", "nmt_nfkc_cf"])
 def test_tokens_equal_those_of_a_unigram_model(tmp_path: Path, rule: str) -> None:
     other = trained_pieces(tmp_path, model_type="unigram", normalization_rule_name=rule, unk_id=2, bos_id=-1, eos_id=1, pad_id=0)
+    pytest.importorskip("google.protobuf", reason="protobuf, which sentencepiece reads its models with, is not installed")
     protocol: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     proto = protocol.ModelProto.FromString(other.serialized_model_proto())
     charsmap = proto.normalizer_spec.precompiled_charsmap
