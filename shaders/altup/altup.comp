@@ -3,7 +3,7 @@
 // the layer works on. m = tanh(logits) says how the streams are mixed.
 //
 //   CORRECT 0  y[s] = x[s] + sum over r of x[r] * (coef[s, r] . m), where ADDED is added to every x but the active one
-//   CORRECT 1  y[s] = x[s] + (1 + coef[s] . m) * (made - x[0])
+//   CORRECT 1  y[s] = x[s] + (1 + coef[s] . m) * (made - x[0]); with SCALED also y[0] times output_scale
 //
 //   binding 0  active F32 [n, n_embd]                 x[0]
 //   binding 1  others F32 [n, STREAMS - 1, n_embd]    x[1] and the rest
@@ -12,10 +12,12 @@
 //   binding 4  F32 [n, n_embd]                        y[0]
 //   binding 5  F32 [n, STREAMS - 1, n_embd]           y[1] and the rest
 //   binding 6  F32 [n, n_embd]                        added (ADDED), or made (CORRECT 1)
+//   binding 7  output_scale F32 [n_embd]              SCALED
+//   binding 8  F32 [n, n_embd]                        y[0] * output_scale (SCALED)
 //
 // A thread takes one column of all streams of a token.
 //
-// Defines: WG_SIZE STREAMS CORRECT ADDED
+// Defines: WG_SIZE STREAMS CORRECT ADDED SCALED
 
 #extension GL_EXT_control_flow_attributes : require
 #include "elementwise/functions.glsl"
@@ -35,6 +37,11 @@ layout(std430, set = 0, binding = 4) writeonly buffer OutActive { float y_first[
 layout(std430, set = 0, binding = 5) writeonly buffer OutOthers { float y_others[]; };
 #if CORRECT || ADDED
 layout(std430, set = 0, binding = 6) readonly buffer InMore { float more[]; };
+#endif
+
+#if SCALED
+layout(std430, set = 0, binding = 7) readonly buffer InScale { float output_scale[]; };
+layout(std430, set = 0, binding = 8) writeonly buffer OutScaled { float y_scaled[]; };
 #endif
 
 void main() {
@@ -64,6 +71,9 @@ void main() {
             [[unroll]] for (uint k = 0u; k < STREAMS; k++) weight += coef[(s * STREAMS + r) * STREAMS + k] * m[k];
             sum += weight * x[r];
         }
+#endif
+#if SCALED
+        if (s == 0u) y_scaled[i] = sum * output_scale[i % p.n_embd];
 #endif
         if (s == 0u) y_first[i] = sum;
         else y_others[at + (s - 1u) * p.n_embd] = sum;

@@ -46,6 +46,8 @@ LAUREL_RANK = 64
 OTHERS = "altup_corrected_others"
 """All streams but the first, behind a layer; with no number before the first one."""
 SOFTCAP = 30.0
+HALF = math.sqrt(0.5)
+"""Of the sum of attention and Laurel, in each of its parts: norms have it in their weights."""
 GEGLU = Glu("GEGLU")
 LENGTH_EPS = 1e-12
 """Of the mean square of a stream before it gets another length."""
@@ -127,8 +129,9 @@ class Gemma3n(Architecture):
         m = self.metadata
         softcap = m.positive_or("final_logit_softcapping", SOFTCAP)
         hp = replace(self.hp, attn_scale=m.positive_or("attention.scale", 1.0), softcap=softcap)
-        routers = {f"blk.{il}.altup_router_norm.weight": 1.0 / hp.n_embd for il in range(hp.n_layer)}
-        self.hp = hp = hp.with_scaled(PER_LAYER_SCALES | routers)
+        scales = {"altup_router_norm": 1.0 / hp.n_embd, "post_attention_norm": HALF, "laurel_post_norm": HALF}
+        by_layer = {f"blk.{il}.{stem}.weight": scale for il in range(hp.n_layer) for stem, scale in scales.items()}
+        self.hp = hp = hp.with_scaled(PER_LAYER_SCALES | by_layer)
         self.n_per_layer = m.count(PER_LAYER)
         self.n_streams = m.count(STREAMS, 4, least=2)
         if self.n_streams > MAX_STREAMS:
@@ -181,14 +184,15 @@ class Gemma3n(Architecture):
         low = b.linear(y, f"blk.{il}.laurel_l", hp.weights[f"blk.{il}.laurel_l.weight"].shape[0], f"laurel_l-{il}")
         low = b.linear(low, f"blk.{il}.laurel_r", hp.n_embd, f"laurel_r-{il}")
         low = rms_norm(b, low, f"blk.{il}.laurel_post_norm", f"laurel_norm-{il}", plain=f"laurel_rms-{il}")
-        low = b.add(low, y, f"laurel_out-{il}")
+        before = b.add(x, y, f"attn_laurel_inp-{il}")
+        before = g.emit("SCALE", f"attn_laurel_inp_scaled-{il}", "F32", x.shape, (before,), scale=HALF, bias=0.0)
+        low = b.add(low, before, f"laurel_out-{il}")
         rope, window = (hp.rope, 0) if self.sees_all[il] else (self.local_rope, hp.window)
         y = attention(b, y, il, rope=rope, qk_norm=rms_norm, v_norm=True, window=window, kv_of=self.sources[il])
         y, x, low = (b.last_token(t, il, f"{name}_last") for t, name in ((y, "attn_out"), (x, "attn_inp"), (low, "laurel_out")))
         others = b.view(b.last_token(b.view(others, (b.n, (n - 1) * hp.n_embd)), il, "altup_others_last"), (x.shape[0], n - 1, hp.n_embd))
         y = rms_norm(b, y, f"blk.{il}.post_attention_norm", f"attn_post_norm-{il}", plain=f"attn_post_rms-{il}")
-        y = b.add(b.add(y, x, f"attn_gated-{il}"), low, f"attn_laurel_sum-{il}")
-        both = g.emit("SCALE", f"attn_laurel-{il}", "F32", y.shape, (y,), scale=math.sqrt(0.5), bias=0.0)
+        both = b.add(y, low, f"attn_laurel-{il}")
         y = feed_forward(b, feed_forward_norm(b, both, il), il, width=self.n_ff[il], glu=GEGLU, gate_cutoff=self.cutoffs[il])
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
         y = b.add(y, both, f"ffn_residual-{il}")

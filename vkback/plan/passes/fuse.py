@@ -43,6 +43,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = gates_as_experts(as_linear(nodes), outputs)
     if n == 1 and not ctx.exact:
         nodes = fuse_ssm(nodes, outputs, ctx)
+    nodes = fuse_altup(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_latent):
         nodes = step(nodes, outputs)
     if n == 1 and not ctx.exact:
@@ -155,6 +156,21 @@ def fuse_delta_net(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> N
             return None
         params = {**delta.params, "eps": norm.params["eps"]}
         return [conv, delta, norm, node], Node("CONV_DELTA_NET", inputs, (node.outputs[0], conv_state, state), params)
+
+    return rewrite(nodes, outputs, match)
+
+
+def fuse_altup(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """ALTUP_CORRECT, MUL of its active stream by a weight -> ALTUP_CORRECT with both, where the device binds as many buffers."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        corrected = index.producer.get(node.inputs[0].name) if node.op == "MUL" and node.inputs[1].kind == "weight" else None
+        if corrected is None or corrected.op != "ALTUP_CORRECT" or len(corrected.outputs) > 2 or corrected.name != node.inputs[0].name:
+            return None
+        if len(corrected.inputs) + len(corrected.outputs) + 2 > ctx.caps.max_storage_bindings:
+            return None
+        inputs, made = (*corrected.inputs, node.inputs[1]), (*corrected.outputs, *node.outputs)
+        return [corrected, node], dataclasses.replace(corrected, inputs=inputs, outputs=made)
 
     return rewrite(nodes, outputs, match)
 
