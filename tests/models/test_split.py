@@ -114,6 +114,30 @@ def test_a_text_that_is_left_goes_on(llama: Path, device: Device, second: Device
 
 
 @pytest.mark.vulkan
+def test_two_texts_over_two_devices_beside_each_other(llama: Path, device: Device, second: Device) -> None:
+    starts = (7, 9, 11)
+    with Engine.open(llama, device, OPTIONS) as engine:
+        expected = []
+        for start in starts:
+            engine.reset()
+            expected.append(list(engine.generate(start, 20, stop_at_eos=False)))
+        engine.reset()
+        logits = engine.prompt_logits(TOKENS)
+    with Engine.open(llama, [device, second], HALVES) as engine, engine.beside() as other, engine.beside() as third:
+        texts = [each.generate(start, 20, stop_at_eos=False) for each, start in zip((engine, other, third), starts, strict=True)]
+        found: list[list[int]] = [[], [], []]
+        for step in range(20):
+            for text, made in zip(texts, found, strict=True):
+                made.append(next(text))
+            if step == 7:
+                third.reset()  # a text that is left, in the middle of one that goes on, and a prompt beside it
+                texts[2].close()
+                assert np.array_equal(third.prompt_logits(TOKENS).view(np.uint32), logits.view(np.uint32))
+                texts[2] = iter(expected[2][8:])  # type: ignore[call-overload]
+        assert found == expected
+
+
+@pytest.mark.vulkan
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_device_is_one_error_and_the_tokens_so_far_stay(
     lost: int, llama: Path, device: Device, monkeypatch: pytest.MonkeyPatch

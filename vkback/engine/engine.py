@@ -179,9 +179,12 @@ class Engine:
         meanwhile: Callable[[Engine], object] | None = None,
         before: Sequence[tuple[Device, Part]] = (),
         part: Part | None = None,
+        weights_of: Engine | None = None,
     ) -> None:
-        """Use `load`. meanwhile: as there. before: devices that have the layers before those of `part`, which are this one's, in order."""
+        """Use `load`. meanwhile: as there. before: devices that have the layers before those of `part`, which are this one's, in order.
+        weights_of: nothing is loaded, this engine's are used."""
         self.model = model
+        self._options = options
         self.cache_types = cache = cache_types(model, options)
         n_ctx = options.ctx or model.default_n_ctx
         self.device = device
@@ -202,7 +205,7 @@ class Engine:
                 library = ShaderLibrary()
                 theirs = plans(lower_context(other, library, options), part=layers)
                 stages.append(Stage(other, model, theirs, library, options.ubatch, options.progress))
-            self._split = Split(model, stages, device, options.progress)
+            self._split = Split(model, stages, device, options.progress, weights_of._split if weights_of is not None else None)
         if self._plans.mtp and model.architecture.mtp_block is None:
             raise DraftError(
                 f"[drafts] {model.file.path}: {model.architecture.name} without a block of nextn tensors; expected a file with one for "
@@ -252,6 +255,9 @@ class Engine:
             self._token_programs.allocate()
             if self._plans.mtp:
                 self._draft_model = self._mtp_block()
+            if weights_of is not None:
+                self._share_weights(weights_of)
+                return
             for stage in self._split.stages if self._split is not None else ():
                 stage.load(options.repack)
             self._adapters = self._scales_of(model)
@@ -369,6 +375,26 @@ class Engine:
             loaded = load.loaded()
         self._arenas.append(loaded.arena)
         return loaded
+
+    def beside(self) -> Engine:
+        """Another text over the devices and weights of this engine, which is closed later: while one device works for this text, another
+        does for that one. Of layers on several devices. Call it where nothing runs."""
+        assert self._split is not None
+        others = [(stage.device, stage.plans.part) for stage in self._split.stages]
+        before = [(device, part) for device, part in others if part is not None]
+        options = replace(self._options, ctx=self.n_ctx, ubatch=self.ubatch)
+        return Engine(self.model, self.device, options, before=before, part=self._plans.part, weights_of=self)
+
+    def _share_weights(self, other: Engine) -> None:
+        self.weights, self._plans.ctx = other.weights, other._plans.ctx
+        if self._split is not None and other._split is not None:
+            for stage, theirs in zip(self._split.stages, other._split.stages, strict=True):
+                stage.share(theirs)
+
+    def _quiet(self) -> None:
+        """What runs next, and is waited for at once, must not stand behind a token of another text."""
+        if self._split is not None:
+            self._split.quiet()
 
     def __enter__(self) -> Engine:
         return self
@@ -607,6 +633,7 @@ class Engine:
         when the prompt does not fit the context.
         """
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
+        self._quiet()
         loop = loop_kind(sampler, constrained) if sampler else ""
         self.check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
@@ -854,6 +881,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
+        self._quiet()
         self._catch_up()
         arrays = [state.download(self.n_past) for state in self._states]
         return Snapshot(self.tokens, {name: array for of_one in arrays for name, array in of_one.items()})
@@ -871,6 +899,7 @@ class Engine:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
+        self._quiet()
         rows = len(snapshot.tokens)
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
@@ -931,6 +960,7 @@ class Engine:
         ends the call. Raises EngineError when they do not fit the context."""
         self._check_room(len(tokens), "prompt")
         self.check_ids(tokens)
+        self._quiet()
         self._catch_up()
         at = 0
         through = self._prompts.run if self._split is None else partial(self._split.prompt, last=self._prompts)
@@ -942,6 +972,7 @@ class Engine:
         """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
         self._check_room(len(tokens), "prompt")
         self.check_ids(tokens)
+        self._quiet()
         self._catch_up()
         out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
         through = self._prompts.logits if self._split is None else partial(self._split.logits, last=self._prompts)
@@ -955,6 +986,7 @@ class Engine:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self.check_ids([token])
+        self._quiet()
         self._catch_up()
         self._try_sync()
         logits, timed_out = self._decode(token)
@@ -1195,6 +1227,7 @@ class Engine:
     def _submits(self, run: _Run) -> Generator[int, None, None]:
         """Tokens of a run, to its end."""
         # A generation that was left early may have put recurrent states ahead of n_past.
+        self._quiet()
         self._catch_up()
         self._try_sync()
         for checkpoint in self._checkpoints:
@@ -1219,6 +1252,7 @@ class Engine:
                     run.ended = "wants plain steps"
                 while not run.ended and len(flying) < in_flight and (size := pace.next()) is not None:
                     if run.constraint is not None:
+                        self._quiet()
                         self.device.upload(tokens.inputs["mask"], run.constraint.mask())
                     if size.columns > 1:
                         loop = self._draft_programs.loop(size.columns, run.kind, size.steps)
@@ -1408,6 +1442,7 @@ class Engine:
 
     def _beyond_range(self, rows: int) -> EngineError | None:
         """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
+        self._quiet()
         found = [each for state in self._states for each in state.beyond_range(min(rows, self.n_ctx))]
         return EngineError(f"[engine] {self.model.file.path}: {overflow_message(found)}") if found else None
 

@@ -1,18 +1,21 @@
-"""Tokens that go from device to device: each one's work is submitted to all of them at once, and the host lets a device begin when the one
-before has finished.
+"""Tokens that go from device to device: a device's work is queued before the one before it has finished, and the host lets it begin.
 
-What a device does for a token waits in its queue for a `Gate`, so that a transfer takes the host a look and a signal, not a submit.
+It waits in the queue for a `Gate`, so that a transfer takes the host a look and a signal, not a submit.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vkback.device import Commands, Device, DeviceError, DeviceLost, Gate, Ticket
+from vkback.device import Commands, Device, DeviceError, Gate, Ticket
 
 SPIN_S = 0.02
 """How long the host stays awake for a device: longer than a token takes. To wake up takes as long as a transfer."""
+
+POLL_S = 0.0002
+"""Between two looks at devices that several texts wait for, on CPU drivers, which need the cores themselves."""
 
 
 def on_device(error: DeviceError, at: int, count: int, device: Device) -> DeviceError:
@@ -21,17 +24,23 @@ def on_device(error: DeviceError, at: int, count: int, device: Device) -> Device
 
 
 class Flight:
-    """A token on its way; `wait` as of a Ticket."""
+    """A token on its way; `wait` as of a Ticket.
 
-    def __init__(self, relay: Relay, tickets: Sequence[Ticket], values: Sequence[int]) -> None:
-        """values: that the devices' gates are opened with."""
-        self._relay, self.tickets, self.values = relay, tickets, values
-        self.at = 0  # the device that works on it, or will be the first to
+    at  the number of the device that works on it, or will be the first to
+    """
+
+    def __init__(self, relay: Relay, work: Sequence[Sequence[Commands]]) -> None:
+        """work: what each device does."""
+        self._relay, self.work = relay, work
+        self.tickets: list[Ticket] = []
+        self.values: list[int] = []  # that the gates are opened with
+        self.at = 0
+        self.begun = 0.0
 
     @property
     def done(self) -> bool:
         """Whether all devices have finished; never waits."""
-        return self.at == len(self.tickets)
+        return self.at == len(self.work)
 
     def wait(self) -> None:
         """Hand the token over from device to device until the last one has finished. Raises DeviceLost, Timeout."""
@@ -39,35 +48,39 @@ class Flight:
 
 
 class Relay:
-    """Tokens of one text over several devices, in order."""
+    """Tokens of one text over several devices, in order. Relays of texts beside each other, over the same devices, look after all of them
+    whichever is waited for; their tokens are queued when they may begin, so that none is in another's way."""
 
-    def __init__(self, devices: Sequence[Device], carry: Callable[[int], object]) -> None:
-        """carry: called with the number of a device that has finished, before the next one begins, or the first one with the
-        next token."""
+    def __init__(self, devices: Sequence[Device], carry: Callable[[int], object], peers: list[Relay] | None = None) -> None:
+        """carry: called with the number of a device that has finished, before the next one begins, or the first one with the next token.
+        peers: relays over the same devices, to which this one is added."""
         self._devices, self._carry = devices, carry
         self._gates: list[Gate] = []
         self._flying: deque[Flight] = deque()
         self._broken: DeviceError | None = None
         for device in devices:
             self._gates.append(device.gate())
-        self._spin_s = 0.0 if any(device.caps.software for device in devices) else SPIN_S
+        self._software = any(device.caps.software for device in devices)
+        self.peers = [] if peers is None else peers
+        for peer in self.peers:
+            peer.settle()
+        self.peers.append(self)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other text over these devices."""
+        return len(self.peers) == 1
 
     def submit(self, work: Sequence[Sequence[Commands]]) -> Flight:
         """Queue a token: for each device what it does. It begins when the one before has ended."""
         if self._broken is not None:
             raise self._broken
-        tickets: list[Ticket] = []
-        values = []
-        try:
-            for device, gate, commands in zip(self._devices, self._gates, work, strict=True):
-                values.append(gate.next())
-                tickets.append(device.submit(commands, gate))
-        except DeviceError as error:
-            raise self._fail(error, len(tickets)) from error
-        flight = Flight(self, tickets, values)
+        flight = Flight(self, work)
         self._flying.append(flight)
+        if self.alone or len(self._flying) == 1:
+            self._queue(flight)
         if len(self._flying) == 1:
-            self._gates[0].open(values[0])
+            self._gates[0].open(flight.values[0])
         return flight
 
     def wait(self, flight: Flight) -> None:
@@ -75,25 +88,76 @@ class Relay:
         while not flight.done:
             if self._broken is not None:
                 raise self._broken
-            self._advance()
+            if self.alone:
+                self._advance(spin_s=0.0 if self._software else SPIN_S)
+            elif not any([peer.look() for peer in self.peers]) and self._software:
+                time.sleep(POLL_S)
 
-    def _advance(self) -> None:
-        """Wait for the device that works, and let the next one begin. Ctrl-C may come anywhere in it: it is called again then."""
+    def look(self) -> bool:
+        """Do what can be done without waiting; whether there was anything. An error is raised where this relay's tokens are waited for."""
+        if not self._flying or self._broken is not None:
+            return False
         head = self._flying[0]
+        try:
+            if head.tickets and not head.tickets[head.at].done:
+                late = time.monotonic() - head.begun > head.tickets[head.at].queue.wait_s
+                if not late:
+                    return False
+            self._advance(spin_s=0.0)
+        except DeviceError:  # kept in _broken
+            return False
+        return True
+
+    def quiet(self) -> None:
+        """End what other texts have in the queues: what is submitted next, and waited for at once, must not stand behind a gate."""
+        for peer in self.peers:
+            if peer is not self:
+                peer.settle()
+
+    def settle(self) -> None:
+        """End the token that is on its way; none begins."""
+        if self._flying and self._flying[0].tickets and self._broken is None:
+            head = self._flying[0]
+            try:
+                while not head.done:
+                    self._advance(spin_s=0.0, begin=False)
+            except DeviceError:
+                return
+
+    def _queue(self, flight: Flight) -> None:
+        flight.begun = time.monotonic()
+        try:
+            for device, gate, commands in zip(self._devices, self._gates, flight.work, strict=True):
+                flight.values.append(gate.next())
+                flight.tickets.append(device.submit(commands, gate))
+        except DeviceError as error:
+            raise self._fail(error, len(flight.tickets)) from error
+
+    def _advance(self, *, spin_s: float, begin: bool = True) -> None:
+        """Wait for the device that works, and let the next one begin. Ctrl-C may come anywhere in it: it is called again then. begin: the
+        next token may."""
+        head = self._flying[0]
+        if not head.tickets:
+            self._queue(head)
         at = head.at
         try:
             self._gates[at].open(head.values[at])
-            head.tickets[at].wait(spin_s=self._spin_s)
+            head.tickets[at].wait(spin_s=spin_s)
             self._carry(at)
             if at + 1 < len(self._gates):
                 self._gates[at + 1].open(head.values[at + 1])
                 head.at = at + 1
                 return
-            if len(self._flying) > 1:
-                self._gates[0].open(self._flying[1].values[0])
+            if len(self._flying) > 1 and begin:
+                follower = self._flying[1]
+                if not follower.tickets:
+                    self._queue(follower)
+                self._gates[0].open(follower.values[0])
             self._flying.popleft()
             head.at = at + 1
         except DeviceError as error:
+            if error is self._broken:
+                raise
             raise self._fail(error, at) from error
 
     def _fail(self, error: DeviceError, at: int) -> DeviceError:
@@ -108,13 +172,17 @@ class Relay:
         for gate in self._gates:
             try:
                 gate.open(gate.last_value)
-            except DeviceLost:
+            except DeviceError:
                 continue
 
     def close(self) -> None:
         """Nothing may be in flight that somebody waits for."""
+        self.quiet()
         self._release()
         for device, gate in zip(self._devices, self._gates, strict=True):
             device.settle()
             gate.destroy()
         self._gates.clear()
+        self._flying.clear()
+        if self in self.peers:
+            self.peers.remove(self)

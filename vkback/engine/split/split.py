@@ -39,8 +39,9 @@ class Split:
     last    the device of the engine
     """
 
-    def __init__(self, model: Model, stages: Sequence[Stage], last: Device, report: Report | None) -> None:
-        """Takes no memory yet."""
+    def __init__(self, model: Model, stages: Sequence[Stage], last: Device, report: Report | None, beside: Split | None = None) -> None:
+        """Takes no memory yet. beside: of another text over the same devices and weights."""
+        self._relays: list[Relay] = beside._relays if beside is not None else []
         self.stages, self.last = list(stages), last
         self._model, self._report = model, report
         self._borders: list[Border] = []
@@ -70,7 +71,7 @@ class Split:
             tensors = crossing(graph, cut.border(graph, stage.plans.part.end))
             self._borders.append(Border(devices[i], devices[i + 1], tensors, rows))
         self._feed = HostStaging(self.last, [stage.device for stage in self.stages], "tokens that were picked", 2 * INPUT_BYTES)
-        self._relay = Relay(devices, self._carry)
+        self._relay = Relay(devices, self._carry, self._relays)
         for i, stage in enumerate(self.stages):
             stage.allocate(self._borders[i - 1] if i else None, self._borders[i])
         self._slots = Slots(self.last, self._borders[-1], None)
@@ -132,6 +133,16 @@ class Split:
         assert self._relay is not None and self._feed is not None
         own = [[stage.token(number, read, barriers=barriers)] for stage, read in zip(self.stages, self._feed.read, strict=True)]
         return self._relay.submit([*own, commands])
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other text is over these devices."""
+        return self._relay is None or self._relay.alone
+
+    def quiet(self) -> None:
+        """End what texts beside this one have in the queues, before work that is waited for at once."""
+        if self._relay is not None:
+            self._relay.quiet()
 
     def timed_out(self, number: int) -> bool:
         """As of `LayersBefore`."""

@@ -149,6 +149,10 @@ class Stage:
         assert self._slots is not None
         return self._slots
 
+    def share(self, other: Stage) -> None:
+        """Use the weights of another text's stage."""
+        self.weights, self.plans.ctx = other.weights, other.plans.ctx
+
     def load(self, repack: Repack | None) -> None:
         """Bring its weights to the device."""
         known = self._model.architecture.by_context

@@ -1,0 +1,157 @@
+"""A model over several devices, layer by layer, beside one of them: speeds, texts, and what a transfer between devices costs.
+
+    python bench/split.py MODEL.gguf [--devices 0,1] [--shares 1,1] [--tests tg128,pp512,pp4096] [-r 5]
+
+Prints a table of medians: tokens a second of one device (the first), of all of them, their ratio; of two texts beside each other over all
+devices; whether all texts and logits have the same bits; microseconds of a transfer of a row from the first device to the second and back,
+by themselves. docs/several_devices.md has what they are for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from vkback.cli.vkbench_tests import plan_tests
+from vkback.device import Device, selectors
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
+from vkback.engine.sampler import Sampler
+from vkback.engine.split.border import HostStaging
+from vkback.engine.split.relay import Relay
+
+TOKENS = 128
+ROW_BYTES = 16 << 10
+
+
+def transfer_us(first: Device, second: Device, count: int = 400) -> float:
+    """Microseconds of a row of 4096 floats from one device to the other: half of there and back, with nothing to do between."""
+    there, back = (HostStaging(a, [b], "rows", ROW_BYTES) for a, b in ((first, second), (second, first)))
+    commands, arenas = [], []
+    for device, read, written in ((first, back.read[0], there.written), (second, there.read[0], back.written)):
+        arenas.append(arena := device.arena("row", ROW_BYTES, "device"))
+        row, own = arena.alloc(ROW_BYTES, "row"), []
+        for i in range(4):
+            rec = device.recorder(f"pass a row on {i}")
+            rec.host_writes()
+            rec.copy(read, row)
+            rec.barrier()
+            rec.copy(row, written)
+            rec.host_barrier()
+            own.append(rec.finish())
+        commands.append(own)
+    relay = Relay([first, second], lambda at: (there, back)[at].carry())
+    samples = []
+    flights = [relay.submit([[own[0]] for own in commands])]
+    for i in range(1, count):
+        flights.append(relay.submit([[own[i % 4]] for own in commands]))
+        begun = time.perf_counter()
+        flights.pop(0).wait()
+        samples.append(time.perf_counter() - begun)
+    flights[-1].wait()
+    relay.close()
+    for own in commands:
+        for each in own:
+            each.destroy()
+    for arena in arenas:
+        arena.destroy()
+    there.close()
+    back.close()
+    return statistics.median(samples[20:]) * 1e6 / 2
+
+
+def speeds(engine: Engine, tests: list[str], repetitions: int) -> dict[str, float]:
+    """Tokens a second of each test, as vkbench runs them."""
+    found, rng = {}, np.random.default_rng(0)
+    for test in plan_tests(tests, [], [], [], []):
+        prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
+        engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
+
+        def run(n_gen: int = test.n_gen, prompt: list[int] = prompt) -> float:
+            engine.reset()
+            begun = time.perf_counter()
+            if prompt:
+                engine.prompt(prompt)
+            for _ in engine.generate(1, n_gen, stop_at_eos=False) if n_gen else ():
+                pass
+            return time.perf_counter() - begun
+
+        for _ in range(2):
+            run()
+        found[test.name] = (test.n_prompt + test.n_gen) / statistics.median(run() for _ in range(repetitions))
+    return found
+
+
+def two_texts(engine: Engine, repetitions: int) -> float:
+    """Tokens a second of two texts beside each other."""
+
+    def timed(engines: list[Engine]) -> float:
+        samples = []
+        for _ in range(repetitions + 1):
+            for each in engines:
+                each.reset()
+            texts = [each.generate(1 + i, TOKENS, stop_at_eos=False) for i, each in enumerate(engines)]
+            begun = time.perf_counter()
+            while texts:
+                texts = [text for text in texts if next(text, None) is not None]
+            samples.append(len(engines) * TOKENS / (time.perf_counter() - begun))
+        return statistics.median(samples[1:])
+
+    with engine.beside() as other:
+        other.prepare(sampler=Sampler())
+        return timed([engine, other])
+
+
+def bits(engine: Engine) -> tuple[list[int], bytes]:
+    """A text, and the logits behind it."""
+    engine.reset()
+    rng = np.random.default_rng(1)
+    engine.prompt(rng.integers(engine.model.hp.n_vocab, size=700).tolist())
+    text = list(engine.generate(5, 48, stop_at_eos=False))
+    return text, engine.decode_logits(text[-1]).tobytes()
+
+
+def said(begun: float, what: str) -> None:
+    print(f"{time.perf_counter() - begun:6.1f} s  {what}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--devices", default="0,1")
+    parser.add_argument("--shares", default="1,1")
+    parser.add_argument("--tests", default="tg128,pp512,pp4096")
+    parser.add_argument("--ctx", type=int, default=4608)
+    parser.add_argument("--ubatch", type=int)
+    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    args = parser.parse_args()
+    begun, chosen, tests = time.perf_counter(), selectors(args.devices), args.tests.split(",")
+    shares = tuple(map(float, args.shares.split(",")))
+
+    def over(selected: list[str], **how: object) -> Engine:
+        return Engine.open(args.model, selected, LoadOptions(ctx=args.ctx, ubatch=args.ubatch, **how))  # type: ignore[arg-type]
+
+    with over(chosen[:1]) as engine:
+        said(begun, f"loaded on {engine.device.caps.name}")
+        one, its_bits = speeds(engine, tests, args.repetitions), bits(engine)
+    said(begun, "one device measured")
+    with over(chosen, tensor_split=shares) as engine:
+        said(begun, f"loaded on {', '.join(d.caps.name for d in engine.devices)}: {engine.parts}")
+        us = transfer_us(engine.devices[0], engine.devices[1])
+        all_of_them, same = speeds(engine, tests, args.repetitions), bits(engine) == its_bits
+        said(begun, "all devices measured")
+        both = two_texts(engine, args.repetitions)
+    print(f"\n| {args.model.name} | one device, t/s | {len(chosen)} devices, t/s | x |\n|---|---:|---:|---:|")
+    for test in tests:
+        print(f"| {test} | {one[test]:.1f} | {all_of_them[test]:.1f} | {all_of_them[test] / one[test]:.3f} |")
+    if "tg128" in one:
+        print(f"| two texts of {TOKENS} | {one['tg128']:.1f} | {both:.1f} | {both / one['tg128']:.3f} |")
+    print(f"\ntexts and logits have the same bits: {same}; a transfer takes {us:.1f} us")
+
+
+if __name__ == "__main__":
+    main()
