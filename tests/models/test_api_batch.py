@@ -50,7 +50,7 @@ def assert_pages_come_back(model: vkback.LoadedModel) -> None:
     until = time.monotonic() + 10
     while True:
         with model.stepping("test"):
-            batch = model.batched().batch
+            batch = model.batched().paged
             if not batch.busy:
                 batch.prefixes.clear()
                 assert batch.pool.free == batch.pool.n_pages
@@ -228,7 +228,7 @@ def test_a_text_that_fails_ends_alone(model: vkback.LoadedModel, monkeypatch: py
         while texts.busy:
             for text, event in texts.advance():
                 ended.setdefault(text, []).append(event)
-        batch = texts.batch
+        batch = texts.paged
         batch.run()
         batch.prefixes.clear()
         assert batch.pool.free == batch.pool.n_pages
@@ -241,7 +241,7 @@ def test_a_text_that_fails_ends_alone(model: vkback.LoadedModel, monkeypatch: py
 
 @pytest.mark.vulkan
 def test_a_prompt_that_begins_like_a_text_before_is_read_from_there(model: vkback.LoadedModel) -> None:
-    model.batched().batch.prefixes.clear()
+    model.batched().paged.prefixes.clear()
     ids = [model.tokenizer.bos or 1, *range(100, 190)]
     first, again = (model.batch([ids], max_tokens=2, temperature=0)[0] for _ in range(2))
     assert (first.timings.reused_tokens, again.timings.reused_tokens) == (0, 64), "a page"

@@ -94,7 +94,7 @@ def assert_conversation(model: vkback.LoadedModel, number: int, results: list[vk
 
 @pytest.mark.vulkan
 def test_eight_threads_with_a_session_each_have_the_texts_of_each_alone(model: vkback.LoadedModel) -> None:
-    steps = model.opened.batch.counters if model.opened else None
+    steps = model.opened.paged.counters if model.opened else None
     before = (steps.steps, steps.columns) if steps else (0, 0)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda number: conversation(model, number), range(8)))
@@ -102,7 +102,7 @@ def test_eight_threads_with_a_session_each_have_the_texts_of_each_alone(model: v
         assert_conversation(model, number, results)
     if model.shared:
         assert model.opened is not None
-        counters = model.opened.batch.counters
+        counters = model.opened.paged.counters
         assert counters.columns - before[1] > 2 * (counters.steps - before[0]), "they ran beside each other"
         assert any(result.timings.reused_tokens >= 64 for results in found for result in results[1:]), "pages of their beginning"
         assert_pages_come_back(model)

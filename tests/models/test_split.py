@@ -11,6 +11,8 @@ import pytest
 from device_kit import driver_of, lose
 from tiny_models import TINY
 
+import vkback
+from vkback.api import GenerateOptions
 from vkback.device import Device, DeviceError, DeviceLost, FeatureMissing, HostPages
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -135,6 +137,26 @@ def test_two_texts_over_two_devices_beside_each_other(llama: Path, device: Devic
                 assert np.array_equal(third.prompt_logits(TOKENS).view(np.uint32), logits.view(np.uint32))
                 texts[2] = iter(expected[2][8:])  # type: ignore[call-overload]
         assert found == expected
+
+
+@pytest.mark.vulkan
+def test_texts_of_the_python_interface_over_two_devices(device: Device) -> None:
+    prompts = ["Once upon a time", "The", "A long time ago in"]
+    how: GenerateOptions = {"max_tokens": 12, "temperature": 0.0}
+    with vkback.load("demo-dense", device.index, ctx=128) as model:
+        expected = [model.generate(prompt, **how).text for prompt in prompts]
+        grammar = model.generate("The", max_tokens=8, grammar='root ::= "yes" | "no"').text
+    with vkback.load("demo-dense", [device.index, device.index], ctx=128, tensor_split=[1, 2]) as model:
+        assert model.sequences == 2
+        assert [model.generate(prompt, **how).text for prompt in prompts] == expected
+        assert [result.text for result in model.generate(prompts, **how)] == expected  # a third one waits for the first to end
+        assert model.generate("The", max_tokens=8, grammar='root ::= "yes" | "no"').text == grammar
+        with pytest.raises(vkback.ModelError, match="tokens"):
+            model.generate(["x " * 400, "The"], **how)
+        session = model.session()
+        assert session.generate(prompts[0], **how).text == expected[0]
+        with pytest.raises(SplitError, match="a profile needs all layers on one device"):
+            model.profile("The")
 
 
 @pytest.mark.vulkan

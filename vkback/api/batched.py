@@ -14,6 +14,7 @@ from vkback.api.text import GeneratedText
 from vkback.engine.batch.batch import Batch, Request, Took, Update
 from vkback.engine.constraint import Constraint
 from vkback.engine.drafts import Drafts
+from vkback.engine.split.side_by_side import ManyTexts
 
 Event = Chunk | Result | Exception
 """Pieces of a text, then the whole; or the error that ended it."""
@@ -36,15 +37,21 @@ class BatchText:
 class BatchedTexts:
     """Texts over a batch. As that, for one thread at a time."""
 
-    def __init__(self, batch: Batch, drafts: Drafts | None = None) -> None:
+    def __init__(self, batch: ManyTexts, drafts: Drafts | None = None) -> None:
         """drafts: those that a text may have while it runs alone."""
         self.batch, self._drafts = batch, drafts
         self._texts: dict[int, BatchText] = {}
 
     @property
+    def paged(self) -> Batch:
+        """The batch, of layers on one device."""
+        assert isinstance(self.batch, Batch)
+        return self.batch
+
+    @property
     def sequences(self) -> int:
         """Texts that run at once, at most."""
-        return self.batch.limits.slots
+        return self.batch.slots
 
     @property
     def busy(self) -> bool:
@@ -66,7 +73,7 @@ class BatchedTexts:
         batch, engine = self.batch, self.batch.engine
         if len(ids) > batch.max_rows:
             raise too_long(len(ids), batch.max_rows)
-        room = max(min(batch.max_rows, batch.pool.n_pages * batch.pool.page) - len(ids) + 1, 1)
+        room = max(batch.most_rows - len(ids) + 1, 1)
         most = room if options.max_tokens is None else min(room, options.max_tokens)
         out = GeneratedText(engine.model, options, reader=reader)
         request = Request(tuple(ids), most, options.sampler, not options.ignore_eos, client, options.logprobs is not None, constraint)

@@ -46,6 +46,7 @@ from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.sampler import Sampler
+from vkback.engine.split.side_by_side import SideBySide
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
@@ -444,6 +445,8 @@ class LoadedModel:
     @property
     def sequences(self) -> int:
         """Texts of a batch that run at once, at most."""
+        if (several := len(self.engine.devices)) > 1:
+            return min(self._sequences or several, several)
         return self._sequences or (CPU_SEQUENCES if self.engine.device.caps.software else SEQUENCES)
 
     @property
@@ -527,7 +530,6 @@ class LoadedModel:
         return self._batch_of(asked, sequences, n, "prompts")
 
     def _for_batch(self, options: Mapping[str, Any]) -> Options:
-        self.engine.require_one_device("making several texts at once")
         checked = Options.of(options, self.n_vocab)
         self.adapter_scales(checked)
         self.constraint(checked.form)  # whether there is one is known before anything runs
@@ -886,13 +888,14 @@ class LoadedModel:
     def batched(self, sequences: int | None = None, *, rows: int | None = None, reuse: bool = True) -> BatchedTexts:
         """Texts at once, for a caller that has the model's turn: opened on first use, and anew where more sequences are asked for. rows,
         reuse: as of `Batch`."""
-        self.engine.require_one_device("making several texts at once")
-        sequences = max(sequences or self.sequences, self._sequences or 1)
+        sequences = self.sequences if len(self.engine.devices) > 1 else max(sequences or self.sequences, self._sequences or 1)
         if self._batched is not None and sequences > self._batched.sequences:
             self.close_batch()
         if self._batched is None:
             n_ctx = self.engine.n_ctx
-            self._batched = BatchedTexts(Batch(self.engine, sequences=sequences, rows=rows, reuse=reuse), self._drafts)
+            several = len(self.engine.devices) > 1
+            batch = SideBySide(self.engine, sequences) if several else Batch(self.engine, sequences=sequences, rows=rows, reuse=reuse)
+            self._batched = BatchedTexts(batch, self._drafts)
             if self.engine.n_ctx != n_ctx:
                 self.warm.clear()
         return self._batched

@@ -174,7 +174,7 @@ def serve(
     )
     worker = Worker(
         lambda: load_model(path, device, how),
-        parallel=1 if how.tensor_split is not None and parallel is None else parallel,
+        parallel=parallel,
         max_queue=max_queue,
         reuse=reuse,
         alias=alias,

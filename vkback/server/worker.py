@@ -96,7 +96,9 @@ class Worker:
         self.makes_text = engine.model.architecture.causal
         self.parallel = parallel or 1 if self.makes_text else 1
         self._rows: int | None = None
-        if self.makes_text and parallel != 1:
+        if self.makes_text and len(engine.devices) > 1:
+            self.parallel = min(parallel or len(engine.devices), len(engine.devices))
+        elif self.makes_text and parallel != 1:
             self.parallel, self._rows = sequences_of(engine, parallel, CPU_PARALLEL if few else PARALLEL, ctx_per_sequence)
         if engine.pinned and self.parallel == 1:
             self.reuse = False  # it may be rows that steps made, which a request alone reads
@@ -153,7 +155,7 @@ class Worker:
     def batch(self) -> Batch | None:
         """Of the requests that run at once; not to be used but to read its counters."""
         batched = self._model.opened if self._model is not None else None
-        return batched.batch if batched is not None else None
+        return batched.paged if batched is not None and isinstance(batched.batch, Batch) else None
 
     def chat_problem(self, template: str | None) -> str:
         """Why no conversation can be answered by a template, or without one by the model's own; "" if one can."""
@@ -419,6 +421,8 @@ class Worker:
             return
         with self._model.using("serve"):
             batch = self._model.batched(self.parallel, rows=self._rows, reuse=self.reuse).batch
+            if not isinstance(batch, Batch):
+                return
             if not self._model.engine.device.caps.software:
                 batch.prepare_prompts()
                 for sampler in (Sampler(), Options().sampler):

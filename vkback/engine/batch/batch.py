@@ -316,6 +316,16 @@ class Batch:
         self._caches.close()
 
     @property
+    def slots(self) -> int:
+        """Texts that run at once, at most."""
+        return self.limits.slots
+
+    @property
+    def most_rows(self) -> int:
+        """Of one text, with all pages that there are."""
+        return min(self.max_rows, self.pool.n_pages * self.pool.page)
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._flying or self._made or self.scheduler.texts)

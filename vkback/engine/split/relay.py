@@ -68,8 +68,8 @@ class Relay:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other text over these devices."""
-        return len(self.peers) == 1
+        """Whether no other text has tokens on these devices."""
+        return not any(peer._flying for peer in self.peers if peer is not self)
 
     def submit(self, work: Sequence[Sequence[Commands]]) -> Flight:
         """Queue a token: for each device what it does. It begins when the one before has ended."""
@@ -115,14 +115,12 @@ class Relay:
                 peer.settle()
 
     def settle(self) -> None:
-        """End the token that is on its way; none begins."""
-        if self._flying and self._flying[0].tickets and self._broken is None:
-            head = self._flying[0]
-            try:
-                while not head.done:
-                    self._advance(spin_s=0.0, begin=False)
-            except DeviceError:
-                return
+        """End the tokens that are in the queues; none is queued."""
+        try:
+            while self._broken is None and self._flying and self._flying[0].tickets:
+                self._advance(spin_s=0.0, queue=False)
+        except DeviceError:  # kept in _broken
+            return
 
     def _queue(self, flight: Flight) -> None:
         flight.begun = time.monotonic()
@@ -133,9 +131,9 @@ class Relay:
         except DeviceError as error:
             raise self._fail(error, len(flight.tickets)) from error
 
-    def _advance(self, *, spin_s: float, begin: bool = True) -> None:
-        """Wait for the device that works, and let the next one begin. Ctrl-C may come anywhere in it: it is called again then. begin: the
-        next token may."""
+    def _advance(self, *, spin_s: float, queue: bool = True) -> None:
+        """Wait for the device that works, and let the next one begin. Ctrl-C may come anywhere in it: it is called again then. queue: so
+        may a token that is not in the queues yet."""
         head = self._flying[0]
         if not head.tickets:
             self._queue(head)
@@ -148,10 +146,10 @@ class Relay:
                 self._gates[at + 1].open(head.values[at + 1])
                 head.at = at + 1
                 return
-            if len(self._flying) > 1 and begin:
-                follower = self._flying[1]
-                if not follower.tickets:
-                    self._queue(follower)
+            follower = self._flying[1] if len(self._flying) > 1 else None
+            if follower is not None and not follower.tickets and queue:
+                self._queue(follower)
+            if follower is not None and follower.tickets:
                 self._gates[0].open(follower.values[0])
             self._flying.popleft()
             head.at = at + 1
