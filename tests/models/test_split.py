@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_kit import driver_of, lose
+from processes import run_program
 from tiny_models import TINY
 
 import vkback
 from vkback.api import GenerateOptions
-from vkback.device import Device, DeviceError, DeviceLost, FeatureMissing, HostPages
+from vkback.device import Device, DeviceError, DeviceLost, FeatureMissing, HostPages, list_devices
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
@@ -274,3 +278,35 @@ def test_memory_that_cannot_be_imported_is_refused_with_the_other_way(device: De
     monkeypatch.setattr("vkback.device.memory.EXTERNAL_HOST", "VK_EXT_of_no_driver")
     with pytest.raises(DeviceError, match=r"cannot import memory of the host, it lacks VK_EXT_of_no_driver\. Copy through memory of kind"):
         device.import_host("rows", HostPages(1))
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "0,7", "-ts", "1,1"], r"^vkback: error: \[device\] no device has index 7\. There are: 0: .*$"),
+        (["--device", "0,0"], r"^vkback: error: \[split\] .* fit device 1 of 2, .*-ts 1,1 .*$"),
+        (
+            ["--device", "0,0", "-ts", "1,x"],
+            r"^vkback: error: --tensor-split 1,x: expected a share greater than 0 for each device, as 3,1$",
+        ),
+        (["--device", "0", "-ts", "1,1"], r"^vkback: error: \[split\] -ts is for several devices"),
+    ],
+)
+def test_what_commands_say_is_one_line(arguments: list[str], said: str) -> None:
+    done = run_program([sys.executable, "-m", "vkback", "run", "Once", "-n", "2", *arguments])
+    assert done.returncode == 2 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.vulkan
+def test_a_card_that_the_loader_hides_is_one_line(tmp_path: Path) -> None:
+    """VK_DRIVER_FILES leaves one driver, so that there is no device 1; and none, so that there is no device at all."""
+    two = [sys.executable, "-m", "vkback", "run", "Once", "-n", "2", "--device", "0,1", "-ts", "1,1"]
+    hidden = run_program(
+        two, env={**os.environ, "VK_DRIVER_FILES": str(tmp_path / "none.json"), "VK_ICD_FILENAMES": str(tmp_path / "none.json")}
+    )
+    assert hidden.returncode and len(hidden.stderr.strip().splitlines()) == 1, hidden.stderr
+    assert re.search(r"vkback: error: \[device\] the Vulkan loader (found no driver|lists no device)", hidden.stderr)
+    if len(list_devices()) == 1:
+        gone = run_program(two)
+        assert gone.returncode == 2 and re.search(r"^vkback: error: \[device\] no device has index 1\. There are: 0: .*$", gone.stderr)

@@ -36,7 +36,7 @@ from vkback.timing.read_rate import measure_read_rate
 from vkback.tuning.table import parse_table
 
 PYTHON = re.compile(r"^```(?P<kind>python|glsl)(?: (?P<name>\S+))?\n(?P<text>.*?)^```$", re.M | re.S)
-PAGES = ("README.md", "docs/python.md", "docs/training.md")
+PAGES = ("README.md", "docs/python.md", "docs/training.md", "docs/several_devices.md")
 BLOCKS = [(page, block) for page in PAGES for block in PYTHON.finditer((ROOT / page).read_text(encoding="utf-8"))]
 FILES = {block["name"]: block["text"] for _, block in BLOCKS if block["kind"] == "glsl"}
 EXAMPLES = [(page, block["text"]) for page, block in BLOCKS if block["kind"] == "python"]
@@ -51,6 +51,8 @@ class _Kept:
 
     def open(self, path: Path, device: Any, options: LoadOptions, **others: Any) -> Engine:
         options = dataclasses.replace(options, act="f32")
+        if isinstance(device, list):
+            return Engine.open(path, [0, 0], options, **others)
         key = (path, options)
         if key not in self.engines:
             self.engines[key] = Engine.open(path, self.device, options, **others)

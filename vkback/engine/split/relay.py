@@ -67,7 +67,7 @@ class Relay:
         self.peers.append(self)
 
     @property
-    def alone(self) -> bool:
+    def single_text(self) -> bool:
         """Whether no other text has tokens on these devices."""
         return not any(peer._flying for peer in self.peers if peer is not self)
 
@@ -77,7 +77,7 @@ class Relay:
             raise self._broken
         flight = Flight(self, work)
         self._flying.append(flight)
-        if self.alone or len(self._flying) == 1:
+        if self.single_text or len(self._flying) == 1:
             self._queue(flight)
         if len(self._flying) == 1:
             self._gates[0].open(flight.values[0])
@@ -88,7 +88,7 @@ class Relay:
         while not flight.done:
             if self._broken is not None:
                 raise self._broken
-            if self.alone:
+            if self.single_text:
                 self._advance(spin_s=0.0 if self._software else SPIN_S)
             elif not any([peer.look() for peer in self.peers]) and self._software:
                 time.sleep(POLL_S)

@@ -134,11 +134,6 @@ class Split:
         own = [[stage.token(number, read, barriers=barriers)] for stage, read in zip(self.stages, self._feed.read, strict=True)]
         return self._relay.submit([*own, commands])
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other text is over these devices."""
-        return self._relay is None or self._relay.alone
-
     def quiet(self) -> None:
         """End what texts beside this one have in the queues, before work that is waited for at once."""
         if self._relay is not None:
