@@ -90,6 +90,7 @@ class FakeEngine:
         forked=False,
         require_own_process=lambda: None,
     )
+    devices = (device,)
 
     def __init__(self, text: str = "né, " * 50) -> None:
         self.tokenizer = FakeTokenizer()

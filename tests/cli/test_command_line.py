@@ -75,7 +75,7 @@ def test_the_package_can_be_executed() -> None:
     ("program", "typed", "offered"),
     [
         ("vkback", "vkback perp", ["perplexity"]),
-        ("vkback", "vkback run --te", ["--temp"]),
+        ("vkback", "vkback run --te", ["--temp", "--tensor-split"]),
         ("vkbench", "vkbench --warm", ["--warmup"]),
         ("vkbench", "vkbench batch --rep", ["--repetitions"]),
     ],

@@ -190,7 +190,7 @@ def generate(
             json.dumps(
                 {
                     "model": engine.description,
-                    "device": engine.device.caps.name,
+                    "device": ", ".join(device.caps.name for device in engine.devices),
                     "build_commit": commit,
                     "build_number": number,
                     "seed": seed,

@@ -198,6 +198,9 @@ class EngineLike(Protocol):
     """What commands need of `vkback.engine.engine.Engine`; `prompt` returns once the device has done the work."""
 
     @property
+    def devices(self) -> Any: ...
+
+    @property
     def model(self) -> Any: ...
 
     @property

@@ -44,7 +44,7 @@ from vkback.cli.shell import (
     shares,
 )
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_run import Feed, cpu_name, driver_text, measure, where_it_ran
+from vkback.cli.vkbench_run import Feed, cpu_name, device_names, driver_text, measure, where_it_ran
 from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
 from vkback.report.bench_table import BENCH, BenchResult
 from vkback.report.build import build_info
@@ -294,7 +294,8 @@ def _measure_all(
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
-                outputs.begin(engine.device.caps.summary_line(), settings.command, where_it_ran(engine))
+                about = "\n".join(device.caps.summary_line() for device in engine.devices)
+                outputs.begin(about, settings.command, where_it_ran(engine))
             if rate is None:
                 rate = measured_read_rate(engine.device)
             for test in tests:
@@ -379,7 +380,7 @@ def _result(
         build_commit=settings.build[0],
         build_number=settings.build[1],
         cpu_info=cpu_name(),
-        gpu_info=engine.device.caps.name,
+        gpu_info=device_names(engine),
         model_filename=str(path),
         model_type=engine.description,
         model_size=engine.size_bytes,

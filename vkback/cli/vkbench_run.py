@@ -121,7 +121,12 @@ def driver_text(engine: EngineLike) -> str:
 
 def where_it_ran(engine: EngineLike) -> str:
     """Device and driver."""
-    return f"{engine.device.caps.name}, driver {driver_text(engine)}"
+    return f"{device_names(engine)}, driver {driver_text(engine)}"
+
+
+def device_names(engine: EngineLike) -> str:
+    """Of all that have layers, in their order, as llama-bench lists them."""
+    return ", ".join(device.caps.name for device in engine.devices)
 
 
 def cpu_name() -> str:

@@ -100,8 +100,9 @@ def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, c
                 "devices; expected one for each (tensor_split in Python)"
             )
         return _cut(sizes[0], options.tensor_split, places)
-    fast = _rates(devices, rates)
     alone = [i for i in range(count) if sizes[i].total * RESERVE <= free[i]]
+    alike = len({device.caps.name for device in devices}) == 1
+    fast = [1.0] * count if alike and not alone else _rates(devices, rates)
     if alone:
         raise _slower(model, devices, sizes, fast, max(alone, key=lambda i: fast[i]))
     return _cut(sizes[0], _shares(name, sizes, devices, free, fast), places)
