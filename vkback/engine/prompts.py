@@ -167,6 +167,7 @@ class Prompts:
         self._programs: dict[tuple[int, PromptHead], Program] = {}
         self._recordings: dict[tuple[int, PromptHead], Recording] = {}
         self._blocks: dict[str, tuple[Arena, BufferRange]] = {}
+        self._refusals: dict[tuple[int, PromptHead], str] = {}  # a look at all dispatches of a program takes longer than its submit
 
     def attach(self, n_ctx: int) -> None:
         """From here on the cache is another one, of n_ctx rows."""
@@ -375,7 +376,9 @@ class Prompts:
         while True:
             size = next_size(left, self.sizes(head))
             smaller = self._smaller(size)
-            why = self._why_not(size, head) if smaller else ""
+            if smaller and (size, head) not in self._refusals:
+                self._refusals[size, head] = self._why_not(size, head)
+            why = self._refusals[size, head] if smaller else ""
             if smaller is None or not why:
                 return size
             if self._asked is not None and self._fitting == sys.maxsize:
@@ -483,6 +486,7 @@ class Prompts:
             program.close()
         self._programs.clear()
         self._recordings.clear()
+        self._refusals.clear()
         self._trial.forget()
 
 

@@ -46,12 +46,15 @@ class TokenLoop:
         readback: Sequence[Readback],
         copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]],
         loads: Sequence[tuple[BufferRange, BufferRange]] = (),
+        marks: Sequence[tuple[BufferRange, int]] = (),
     ) -> None:
-        """copies: for each read-back (source, target) copied at the end beside it. loads: (source, target) copied at the beginning."""
+        """copies: for each read-back (source, target) copied at the end beside it. loads: (source, target) copied at the beginning.
+        marks: of each, as of `Program.record`; none without any."""
         self.tokens = tokens
+        ends: Sequence[tuple[BufferRange, int] | None] = marks or [None] * len(readback)
         self._copies = [
-            program.record(f"{name} x{tokens}", repeat=tokens, loads=loads, copies=[*back.copies(program, loop), *others])
-            for back, others in zip(readback, copies, strict=True)
+            program.record(f"{name} x{tokens}", repeat=tokens, loads=loads, copies=[*back.copies(program, loop), *others], mark=mark)
+            for back, others, mark in zip(readback, copies, ends, strict=True)
         ]
 
     def commands(self, back: int) -> Commands:

@@ -56,6 +56,9 @@ class LayersBefore(Protocol):
     def feeds(self, one: BufferRange) -> Sequence[tuple[BufferRange, BufferRange]]:
         """What it copies at its end, so that the others have the next token. one: that and its position."""
 
+    def mark(self, number: int) -> tuple[BufferRange, int]:
+        """What a recording with this number ends with (`Program.record`)."""
+
     def set_input(self, words: npt.NDArray[np.int32]) -> None:
         """The token and its position, as `one` has them, that the others begin with."""
 
@@ -159,14 +162,17 @@ class TokenPrograms:
         if kind not in self._recordings:
             program = self.program(kind)
             copies = self._logits_back.copies(program, program.range("result_output"))
-            self._recordings[kind] = program.record(kind, loads=self._loads(), copies=copies)
+            self._recordings[kind] = program.record(kind, loads=self._loads(), copies=copies, mark=self._mark())
         return self._recordings[kind]
 
     def with_barriers(self) -> Commands:
         """The recording of "logits" with all barriers, for once."""
         program = self.program("logits")
         copies = self._logits_back.copies(program, program.range("result_output"))
-        return program.record("logits, all barriers", barriers=True, loads=self._loads(), copies=copies)
+        return program.record("logits, all barriers", barriers=True, loads=self._loads(), copies=copies, mark=self._mark())
+
+    def _mark(self) -> tuple[BufferRange, int] | None:
+        return self._before.mark(0) if self._before is not None else None
 
     def _loads(self) -> Sequence[tuple[BufferRange, BufferRange]]:
         return self._before.loads() if self._before is not None else ()
@@ -190,7 +196,8 @@ class TokenPrograms:
 
     def token_loop(self, program: Program, name: str, steps: int, copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]]) -> TokenLoop:
         """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
-        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies, self._loads())
+        marks = [self._before.mark(i) for i in range(len(self._loop_backs))] if self._before is not None else []
+        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies, self._loads(), marks)
 
     def submit(self, loop: TokenLoop, before: Callable[[int], Sequence[Commands]] | None = None) -> tuple[Waits, int]:
         """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops.

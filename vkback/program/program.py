@@ -151,6 +151,7 @@ class Program:
         barriers: bool = False,
         loads: Sequence[tuple[BufferRange, BufferRange]] = (),
         copies: Sequence[tuple[BufferRange, BufferRange]] = (),
+        mark: tuple[BufferRange, int] | None = None,
         part: Sequence[int] | None = None,
         on_dispatch: Callable[[Dispatch], object] | None = None,
     ) -> Commands:
@@ -158,6 +159,7 @@ class Program:
 
         loads       (source, target) copied at the beginning, of memory that the host writes
         copies      (source, target) copied at the end, for the host to read
+        mark        a word of host memory, and what is written there when all is done, for a host that looks at it
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
         barriers    between all stages, also those that could do without; timestamps need them
         part        numbers of the stages to record, in a row; None: all. Of a schedule without barrier-free stages
@@ -185,7 +187,7 @@ class Program:
                         on_dispatch(d)
                 if timestamps:
                     rec.timestamp(str(i))
-        return self._finish(rec, copies)
+        return self._finish(rec, copies, mark)
 
     def record_parts(self, name: str, begins: Collection[int], *, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> list[Commands]:
         """Record the schedule once into several command buffers, to be submitted one after another.
@@ -214,11 +216,16 @@ class Program:
         kernel = self._kernels[d.kernel, len(d.args), len(d.push)]
         rec.dispatch(kernel, [self._bind(a) for a in d.args], d.push, d.groups, d.label)
 
-    def _finish(self, rec: Recorder, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> Commands:
+    def _finish(
+        self, rec: Recorder, copies: Sequence[tuple[BufferRange, BufferRange]] = (), mark: tuple[BufferRange, int] | None = None
+    ) -> Commands:
         if copies:
             rec.barrier()
         for source, target in copies:
             rec.copy(source, target)
+        if mark is not None:
+            rec.barrier()
+            rec.fill(*mark)
         rec.host_barrier()
         commands = rec.finish()
         self._commands.append(commands)

@@ -9,10 +9,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vkback.device import Commands, Device, DeviceError, Gate, Ticket
+import numpy as np
+
+from vkback.device import BufferRange, Commands, Device, DeviceError, Gate, Ticket
 
 SPIN_S = 0.02
 """How long the host stays awake for a device: longer than a token takes. To wake up takes as long as a transfer."""
+
+LOOKS = 16
+"""At a mark, between two at the clock."""
 
 POLL_S = 0.0002
 """Between two looks at devices that several texts wait for, on CPU drivers, which need the cores themselves."""
@@ -29,9 +34,10 @@ class Flight:
     at  the number of the device that works on it, or will be the first to
     """
 
-    def __init__(self, relay: Relay, work: Sequence[Sequence[Commands]]) -> None:
-        """work: what each device does."""
-        self._relay, self.work = relay, work
+    def __init__(self, relay: Relay, work: Sequence[Sequence[Commands]], number: int) -> None:
+        """work: what each device does, which ends with the relay's mark of that number."""
+        self._relay, self.work, self.number = relay, work, number
+        self.opened = -1  # the last device that may have begun
         self.tickets: list[Ticket] = []
         self.values: list[int] = []  # that the gates are opened with
         self.at = 0
@@ -60,6 +66,9 @@ class Relay:
         self._broken: DeviceError | None = None
         for device in devices:
             self._gates.append(device.gate())
+        self._arenas = [device.arena("marks of devices", 4, "readback") for device in devices]
+        self._marks = [arena.alloc(4, "mark") for arena in self._arenas]
+        self._seen = [mark.map().view(np.uint32) for mark in self._marks]
         self._software = any(device.caps.software for device in devices)
         self.peers = [] if peers is None else peers
         for peer in self.peers:
@@ -71,16 +80,20 @@ class Relay:
         """Whether no other text has tokens on these devices."""
         return not any(peer._flying for peer in self.peers if peer is not self)
 
-    def submit(self, work: Sequence[Sequence[Commands]]) -> Flight:
-        """Queue a token: for each device what it does. It begins when the one before has ended."""
+    def mark(self, at: int, number: int) -> tuple[BufferRange, int]:
+        """What recordings of device `at` end with: the word that the host looks at. A queue's own semaphore shows 4 us later on an H200."""
+        return self._marks[at], number + 1
+
+    def submit(self, work: Sequence[Sequence[Commands]], number: int) -> Flight:
+        """Queue a token: for each device what it does, with the mark of this number at its end. It begins when the one before has ended."""
         if self._broken is not None:
             raise self._broken
-        flight = Flight(self, work)
+        flight = Flight(self, work, number)
         self._flying.append(flight)
         if self.single_text or len(self._flying) == 1:
             self._queue(flight)
         if len(self._flying) == 1:
-            self._gates[0].open(flight.values[0])
+            self._open(flight, 0)
         return flight
 
     def wait(self, flight: Flight) -> None:
@@ -99,7 +112,7 @@ class Relay:
             return False
         head = self._flying[0]
         try:
-            if head.tickets and not head.tickets[head.at].done:
+            if head.tickets and not self._marked(head) and not head.tickets[head.at].done:
                 late = time.monotonic() - head.begun > head.tickets[head.at].queue.wait_s
                 if not late:
                     return False
@@ -139,24 +152,48 @@ class Relay:
             self._queue(head)
         at = head.at
         try:
-            self._gates[at].open(head.values[at])
-            head.tickets[at].wait(spin_s=spin_s)
+            self._open(head, at)
+            self._wait_for(head, spin_s)
             self._carry(at)
-            if at + 1 < len(self._gates):
-                self._gates[at + 1].open(head.values[at + 1])
-                head.at = at + 1
-                return
             follower = self._flying[1] if len(self._flying) > 1 else None
+            if at + 1 < len(self._gates):
+                self._open(head, at + 1)
+                head.at = at + 1
+                # Behind the token of another text, which has this device now.
+                if follower is not None and not follower.tickets and queue:
+                    self._queue(follower)
+                return
             if follower is not None and not follower.tickets and queue:
                 self._queue(follower)
             if follower is not None and follower.tickets:
-                self._gates[0].open(follower.values[0])
+                self._open(follower, 0)
             self._flying.popleft()
             head.at = at + 1
         except DeviceError as error:
             if error is self._broken:
                 raise
             raise self._fail(error, at) from error
+
+    def _open(self, flight: Flight, at: int) -> None:
+        """A device may work on a token, which nobody else of this text has then."""
+        if flight.opened < at:
+            self._seen[at][0] = 0
+            flight.opened = at
+        self._gates[at].open(flight.values[at])
+
+    def _marked(self, flight: Flight) -> bool:
+        """Whether the device that works on a token has written that it has finished."""
+        return flight.opened == flight.at and self._seen[flight.at][0] == flight.number + 1
+
+    def _wait_for(self, flight: Flight, spin_s: float) -> None:
+        until = time.monotonic() + spin_s
+        seen, mark = self._seen[flight.at], flight.number + 1
+        while time.monotonic() < until:
+            for _ in range(LOOKS):
+                if seen[0] == mark:
+                    return
+        if not self._marked(flight):
+            flight.tickets[flight.at].wait()
 
     def _fail(self, error: DeviceError, at: int) -> DeviceError:
         """The error to raise from here on. What the other devices have queued runs to its end, on values that nobody reads, so that they
@@ -182,5 +219,7 @@ class Relay:
             gate.destroy()
         self._gates.clear()
         self._flying.clear()
+        for arena in self._arenas:
+            arena.destroy()
         if self in self.peers:
             self.peers.remove(self)

@@ -122,6 +122,11 @@ class Split:
         assert self._feed is not None
         return [(one, self._feed.written)]
 
+    def mark(self, number: int) -> tuple[BufferRange, int]:
+        """As of `LayersBefore`."""
+        assert self._relay is not None
+        return self._relay.mark(len(self.stages), number)
+
     def set_input(self, words: npt.NDArray[np.int32]) -> None:
         """As of `LayersBefore`."""
         assert self._feed is not None
@@ -131,8 +136,11 @@ class Split:
     def submit(self, number: int, commands: Sequence[Commands], *, barriers: bool = False) -> Flight:
         """As of `LayersBefore`."""
         assert self._relay is not None and self._feed is not None
-        own = [[stage.token(number, read, barriers=barriers)] for stage, read in zip(self.stages, self._feed.read, strict=True)]
-        return self._relay.submit([*own, commands])
+        own = [
+            [stage.token(number, read, self._relay.mark(i, number), barriers=barriers)]
+            for i, (stage, read) in enumerate(zip(self.stages, self._feed.read, strict=True))
+        ]
+        return self._relay.submit([*own, commands], number)
 
     def quiet(self) -> None:
         """End what texts beside this one have in the queues, before work that is waited for at once."""

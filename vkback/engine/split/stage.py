@@ -171,9 +171,9 @@ class Stage:
         """What prompts of so many tokens, and a token, run here."""
         return [*self.prompts.dispatches(prompts), *self.plans.token("logits").dispatches()]
 
-    def token(self, number: int, feed: BufferRange, *, barriers: bool = False) -> Commands:
+    def token(self, number: int, feed: BufferRange, mark: tuple[BufferRange, int], *, barriers: bool = False) -> Commands:
         """One token through these layers: a recording for each number, so that so many may be in flight. feed: where the token and its
-        position lie in host memory."""
+        position lie in host memory. mark: what it ends with."""
         key = number, barriers
         if key not in self._recorded:
             if self._program is None:
@@ -186,7 +186,9 @@ class Stage:
             copies = self.slots.behind.stores(self._program, TOKEN_SLOT, 0, 1)
             if self._program.state is not None:
                 copies.append((self._program.state, self._timed_out))
-            self._recorded[key] = self._program.record(f"layers of a token {number}", barriers=barriers, loads=loads, copies=copies)
+            self._recorded[key] = self._program.record(
+                f"layers of a token {number}", barriers=barriers, loads=loads, copies=copies, mark=mark
+            )
         return self._recorded[key]
 
     @property
