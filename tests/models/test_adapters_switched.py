@@ -103,9 +103,9 @@ def test_texts_with_different_adapters_share_a_batch(model: LoadedModel, wanted_
         asked = [model.agenerate(PROMPT, lora=lora, max_tokens=12, temperature=0) for lora in choices]
         return [result.text for result in await asyncio.gather(*asked)]
 
-    before = model.batched().batch.counters.steps
+    before = model.batched().paged.counters.steps
     assert asyncio.run(side_by_side()) == [wanted_texts[0], wanted_texts[1], wanted_texts[2], wanted_texts[1], wanted_texts[0]]
-    assert model.batched().batch.counters.steps - before < 5 * 12, "they share steps"
+    assert model.batched().paged.counters.steps - before < 5 * 12, "they share steps"
 
 
 def test_a_prefix_is_never_that_of_a_text_with_other_adapters(model: LoadedModel) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from vkback.device import DeviceLost, OutOfDeviceMemory, Timeout
 from vkback.engine.batch.batch import Request, Took, Update
 from vkback.engine.engine import Engine
+from vkback.engine.host_loop import generate_on_host
 from vkback.errors import VkbackError
 from vkback.events import log
 
@@ -149,9 +150,11 @@ class SideBySide:
         """As of Batch."""
 
     def add(self, request: Request) -> int:
-        """Put a request in work; its number. Raises EngineError for ids that are none."""
+        """Put a request in work; its number. Raises EngineError for ids that are none, and for adapters, which are
+        switched on one device alone."""
         self.engine.check_ids(request.tokens)
         self.engine.check_ids([id for id, _ in request.sampler.logit_bias])
+        self.engine.check_adapters(request.adapters)
         id = next(self._ids)
         self._waiting.append((id, request))
         return id
@@ -188,14 +191,13 @@ class SideBySide:
         if not request.max_tokens:
             return Update(id, (), "length", (), took)
         logits: list[Floats] = []
-        tokens = engine.generate(
-            request.tokens[-1],
-            request.max_tokens,
-            sampler=request.sampler,
-            stop_at_eos=request.stop_at_eos,
-            on_logits=logits.append if request.logits else None,
-            constraint=request.constraint,
-        )
+        on_logits = logits.append if request.logits else None
+        how: dict[str, Any] = {"sampler": request.sampler, "stop_at_eos": request.stop_at_eos, "on_logits": on_logits}
+        how["constraint"] = request.constraint
+        if request.processors:
+            tokens = generate_on_host(engine, request.tokens, request.max_tokens, request.processors, **how)
+        else:
+            tokens = engine.generate(request.tokens[-1], request.max_tokens, **how)
         self._running.append(_Text(id, request, self._free.pop(), tokens, took, logits=logits))
         return None
 
