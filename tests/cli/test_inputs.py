@@ -24,7 +24,9 @@ from vkback.device import Capabilities, DeviceError, NoDevice
 from vkback.device.capabilities import PROFILE_DIR
 from vkback.device.instance import select
 from vkback.evaluate import node_compare
+from vkback.gguf.file import GgufFile, NotGguf
 from vkback.models.adapter import AdapterError, given
+from vkback.models.synth import UnknownShape, write_outline
 from vkback.records import read_objects
 from vkback.report import compare, compare_ops
 from vkback.report.result_table import ReportError
@@ -105,6 +107,23 @@ def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"neither plain nor chatml nor a file that can be read: File name too long$"):
         template_text("{{ messages }}" * 100)
     assert template_text("chatml") == "chatml" and template_text(None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (".", r"model \.: a folder\. `vkback convert \. model\.gguf` writes a folder of safetensors as a GGUF file"),
+        ("https://x/y.gguf", r"no such file\. Download the file first, or give -hf USER/REPO"),
+    ],
+)
+def test_a_model_that_is_no_file_is_told_how_to_become_one(given: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        shell.model_path(given)
+    (tmp_path / "model.safetensors").write_bytes(bytes(64))
+    with pytest.raises(NotGguf, match=r"`vkback convert` writes its folder as one"):
+        GgufFile.open(tmp_path / "model.safetensors")
+    with pytest.raises(UnknownShape, match=r"llama-8b is a shape without a type; expected one behind it, as llama-8b-\w+: "):
+        write_outline("llama-8b", tmp_path / "x.gguf")
 
 
 def test_an_empty_name_is_no_part_of_others() -> None:

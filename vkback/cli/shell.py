@@ -476,6 +476,10 @@ def model_path(model: str | None) -> Path:
     known = [p.stem for p in paths.builtin_models()]
     wrong = "the name is empty" if not model else "a folder" if path.is_dir() else "no such file"
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
+    if model and path.is_dir():
+        near = f" `vkback convert {model} model.gguf` writes a folder of safetensors as a GGUF file."
+    elif "://" in model or model.startswith("hf:"):
+        near = " Download the file first, or give -hf USER/REPO[:TYPE] for a model of Hugging Face."
     raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
 
 

@@ -442,7 +442,8 @@ class _Parser:
     def _header(self) -> tuple[int, int, int]:
         magic = self._data[:4]
         if magic != MAGIC:
-            raise NotGguf(f"[gguf] {self._path}: not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}")
+            how = "; `vkback convert` writes its folder as one" if self._path.suffix == ".safetensors" else ""
+            raise NotGguf(f"[gguf] {self._path}: not a GGUF file: it begins with {magic!r}, expected {MAGIC!r}{how}")
         self._at = 4
         version = self._unpack(_U32)
         if version & 0xFFFF == 0 and version:

@@ -193,7 +193,11 @@ def _split(name: str) -> tuple[str, str]:
     shape, _, type = name.rpartition("-")
     if shape not in SHAPES or type not in _types(shape):
         types = dict.fromkeys(type for shape in SHAPES for type in _types(shape))
-        near = "" if name in SHAPES else did_you_mean(name, synthetic_names())
+        if name in SHAPES:
+            types_of = _types(name)
+            said = f"[synth] {name} is a shape without a type; expected one behind it, as {name}-{types_of[0]}: {', '.join(types_of)}"
+            raise UnknownShape(said)
+        near = did_you_mean(name, synthetic_names())
         raise UnknownShape(
             f"[synth] no model is called {name!r}.{near} Names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
         )
