@@ -51,7 +51,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
-    if n == 1:
+    if n == 1 and not ctx.exact:
         nodes = fuse_multiplier(nodes, outputs)
     nodes = choose_kernels(pack_qkv(pack_delta_net(nodes), n == 1 and choice["rope"] == "attention"), ctx)
     if n == 1 and choice["norm"] == "prologue":
