@@ -81,7 +81,7 @@ def row(python: str, install: str, home: Path, env: dict[str, str], args: argpar
     compiler = next((line.removeprefix("shader compiler ") for line in report.splitlines() if line.startswith("shader compiler ")), "?")
     name = "own" if "with vkback" in compiler else compiler.split("-")[0]
     about = args.label or f"{platform.system()} {platform.machine()}"
-    extra = [*(["no AVX"] if args.plain else []), *([f"as {args.user}"] if args.user else [])]
+    extra = [*(["no AVX in numpy and Mesa"] if args.plain else []), *([f"as {args.user}"] if args.user else [])]
     version = said("-c", "import platform; print(platform.python_version())").strip()
     return f"| {', '.join([about, *extra])} | {version} | {name} | {install} | {times[0]:.1f} | {times[1]:.1f} |"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,25 @@ def test_kernels_of_every_shape_are_counted(shape: str) -> None:
     caps = Capabilities.from_profile("nvidia_h200_linux")
     first = next(prebuilt.schedules(model, LowerContext(caps, Tuning.for_device(caps))))
     assert list(first.dispatches())
+
+
+def test_processes_count_what_one_counts() -> None:
+    names, profiles = ["tiny-llama-F32", "tiny-gpt-oss-F32"], ["llvmpipe_mesa_26", "amd_rx_570_radv"]
+    alone, shared = (list(shipped_coverage.side_by_side(names, profiles, n)) for n in (1, 2))
+    assert alone == shared and all(len(found) == 2 and min(map(len, found)) > 5 for found in alone)
+
+
+def test_parts_are_all_of_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = {("fill/fill.comp", (("N", n),)) for n in range(7)}
+    compiled: list[Variant] = []
+
+    def compile_each(_: ShaderLibrary, variants: Iterable[Variant]) -> Iterator[tuple[Variant, bytes]]:
+        for variant in variants:
+            compiled.append(variant)
+            yield variant, b"spirv"
+
+    monkeypatch.setattr(ShaderLibrary, "compile_each", compile_each)
+    for part in range(3):
+        shipped_coverage.compile_missing(missing, 3, part)
+    assert len(compiled) == 7 and {(v.source, v.defines) for v in compiled} == missing
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["3", "2", "2"]
