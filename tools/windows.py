@@ -7,7 +7,7 @@
 smoke   every command of the documents, cut down to seconds (tools/smoke.py), among them run, chat, serve, vkbench and tune
 start   the first start of the wheel with empty caches (tools/first_start.py)
 ops     the quick suite of the ops
-tests   pytest of tests/unit, tests/cli and tests/tools, without the tests marked exhaustive
+tests   pytest of tests/unit, tests/cli and tests/tools, without the tests marked exhaustive; what is skipped is printed with its reason
 
 As root on Debian or Ubuntu; the first time takes about 5 minutes and 2.5 GB. Debian 13 goes into a folder, with its Wine 10, Mesa and
 MinGW. CPython's signed DLLs and modules for Windows come from the wheel of panda3d, which has them, the rest of its library from Debian's
@@ -187,7 +187,7 @@ def main() -> int:
         if only in (None, "ops") and not root.run("-m", "vkback", "test-ops", "-j", "2"):
             failed.append("ops")
         if only in (None, "tests") and not root.run(
-            "-m", "pytest", "-m", "not exhaustive", "-p", "no:cacheprovider", *(args.tests or TESTS)
+            "-m", "pytest", "-m", "not exhaustive", "-p", "no:cacheprovider", "-rs", *(args.tests or TESTS)
         ):
             failed.append("tests")
         print(f"windows: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
