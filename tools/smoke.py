@@ -51,6 +51,7 @@ CUTS: Mapping[str, Sequence[str]] = {
     "vkback doctor": ("--prompt", "It was"),
     "vkback finetune": ("--steps", "2", "-c", "16", "-b", "1", "--held-back", "0.01", "--eval-every", "0"),
     "vkback tune --op": ("--budget", "1", "--quant", "Q8_0", "--shape", "256x256", "-t", "2"),
+    "vkback tune --workers": ("--op", "gemm", "--budget", "1", "--quant", "Q8_0", "--shape", "256x256", "-t", "2"),
     "vkback tune -m": ("--budget", "1", "--op", "gemv"),
     "vkback test-ops perf": ("-o", "ADD", "-p", "type=f32,ne=\\[4096"),
     "vkback test-ops": ("-o", "ADD"),
@@ -175,7 +176,7 @@ class Shell:
 
     def __init__(self, folder: Path, python: Sequence[str], env: Mapping[str, str]) -> None:
         self.folder, self.python, self.env = folder, list(python), dict(env)
-        self._device = ""
+        self._devices: list[str] = []
 
     def argv(self, argv: Sequence[str]) -> list[str]:
         return [*self.python, "-m", "vkback", *(["bench"] if argv[0] == "vkbench" else []), *argv[1:]]
@@ -199,9 +200,15 @@ class Shell:
             git = shutil.which("git")
             if git is None or subprocess.run([git, "-C", str(ROOT), "cat-file", "-e", commit], capture_output=True).returncode:
                 raise LeftOutError(f"this checkout has no commit {commit}")
+        if far := next((word for word in step.argv if word in ("--scheduler", "--hosts")), None):
+            raise LeftOutError(f"{far} is about other machines")
+        if "0,1" in step.argv and len(self.devices()) < 2:
+            raise LeftOutError("there is one device")
+        if "--workers" in step.argv and importlib.util.find_spec("distributed") is None:
+            raise LeftOutError("vkback[hosts] is not installed")
         if ("-hf" in step.argv or step.argv[1] == "pull") and importlib.util.find_spec("huggingface_hub") is None:
             raise LeftOutError("vkback[hub] is not installed")
-        argv = [self.device_name() if word == "llvmpipe" else word for word in step.argv]
+        argv = [self.devices()[0] if word == "llvmpipe" else word for word in step.argv]
         if argv[:2] == ["vkback", "serve"]:
             with self.served(argv) as url:
                 ask(url)
@@ -218,9 +225,10 @@ class Shell:
         else:
             self.output(argv, step.given)
 
-    def device_name(self) -> str:
-        self._device = self._device or json.loads(self.output(["vkback", "devices", "--json"]))[0]["name"]
-        return self._device
+    def devices(self) -> list[str]:
+        """Names of all, by number."""
+        self._devices = self._devices or [str(d["name"]) for d in json.loads(self.output(["vkback", "devices", "--json"]))]
+        return self._devices
 
     @contextmanager
     def served(self, argv: Sequence[str]) -> Iterator[str]:
