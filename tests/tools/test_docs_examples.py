@@ -96,7 +96,7 @@ SHOWN = {
     "docs/architecture.md": ("model.gguf ->", "cli      ", "shaders/<family>/"),
     "docs/comparing_nodes.md": ("NMSE =",),
     "docs/models.md": ("absorbed  ",),
-    "docs/tuning.md": ("Q4_K 4096x14336:",),
+    "docs/tuning.md": ("Q4_K 4096x14336:", "search    "),
     "bench/README.md": ("<date>_<device>",),
 }
 """What is no example: layouts, formulas, lines of output. By the beginning of the block."""
