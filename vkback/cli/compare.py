@@ -49,6 +49,7 @@ def compare(
     from vkback.device import Device
     from vkback.evaluate import node_compare as nodes
     from vkback.evaluate.node_run import context_on, run_nodes
+    from vkback.harness.doctor_model import faulty
     from vkback.models.registry import Model
     from vkback.shader import ShaderLibrary
 
@@ -69,11 +70,13 @@ def compare(
     about = {"model": opened.description, "tokens": list(batch.tokens), "at once": batch.n}
     library = ShaderLibrary()
 
+    runs: dict[str, Any] = {}
+
     def one(chosen: str | None, change: Callable[[LowerContext], LowerContext], label: str, fusion: str) -> Any:
         with Device.open(chosen) as here:
             context = change(context_on(here, library, act_of(act)))
             alone = None
-            run = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=bars(not as_json))
+            run = runs[label] = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=bars(not as_json))
             label = f"{here.caps.name}{label}"
         # Outside the block above: references take much memory, and a CPU driver's buffers are free again.
         if step or against == "numpy":
@@ -98,10 +101,12 @@ def compare(
         from vkback.report.node_plot import draw
 
         draw(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
+    common, line = faulty(alone if alone is not None else comparison, runs[shown])
     if as_json:
-        print(json.dumps({**about, **comparison.as_data()}, indent=1))
+        print(json.dumps({**about, **comparison.as_data(), "in_common": common, "alone": line}, indent=1))
     else:
-        print("\n".join(listing(comparison, opened, batch, brief)))
+        said = [*fit(f"in common: {common}")] * bool(common) + [f"alone: vkback test-ops '{line}'"] * bool(line)
+        print("\n".join([*listing(comparison, opened, batch, brief), *said]))
     if comparison.first:
         raise typer.Exit(1)
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "worker": ("worker:worker", "Give this machine's devices to a Dask scheduler's work."),
     "compare": ("compare:compare", "Compare a model node by node with a reference."),
     "doctor": ("doctor:doctor", "Find the setting that cures wrong results."),
+    "state-check": ("state_check:state_check", "Save and restore a text's state, and compare the bits."),
     "pull": ("pull:pull", "Fetch a model of a Hugging Face repository."),
     "convert": ("convert:convert", "Write a folder of safetensors as a GGUF file."),
     "quantize": ("quantize:quantize", "Write a model in another type, as Q4_K_M."),

@@ -50,6 +50,12 @@ def test_ops(
     library: Annotated[
         Path | None, typer.Option("--library", metavar="FILE", help="Judge a backend of ggml, as libggml-vulkan.so, by the same cases.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option("-m", "--model", help="Judge this model's own nodes, of one token and of several, instead of cases.")
+    ] = None,
+    must_pass: Annotated[
+        bool, typer.Option("--must-pass", help="The cases that a driver must get right for models to run: some minutes.")
+    ] = False,
     device: DevicesOption = None,
     scheduler: SchedulerOption = None,
     hosts: HostsOption = None,
@@ -77,7 +83,7 @@ def test_ops(
     grad runs the ops that make gradients, and compares their references with finite differences of what they differentiate, too.
     perf times cases with cold weights; support says what the device runs and why not the rest.
     """
-    from vkback.harness.cases import full_cases, perf_cases, quick_cases
+    from vkback.harness.cases import full_cases, must_pass_cases, perf_cases, quick_cases
 
     names = list(wanted or [])
     mode = names.pop(0) if names and names[0] in MODES else "test"
@@ -95,10 +101,28 @@ def test_ops(
     if list_ops:
         print_counts(output == "json")
         return
+    if model is not None:
+        if mode != "test" or names or ops or source or library or full or processes > 1 or smaller or xfail or must_pass:
+            raise UsageError("-m judges a model's own nodes: expected mode test, without cases, -o, --from, --full, -j and the like")
+        if _run_model(model, params, device, act, output, verbose):
+            raise typer.Exit(1)
+        return
+    if must_pass and (mode != "test" or source or full):
+        raise UsageError("--must-pass is a set of cases of its own: expected mode test, without --from and --full")
     names += [name for text in ops or () for name in _split(text)]
     if ops is not None and not names:
         raise UsageError(f"-o {','.join(ops)!r} names no op; give some, as -o MUL_MAT,ROPE, or leave it out for all")
-    listed = lines_of(source) if source else perf_cases() if mode == "perf" else full_cases() if full else quick_cases()
+    listed = (
+        must_pass_cases()
+        if must_pass
+        else lines_of(source)
+        if source
+        else perf_cases()
+        if mode == "perf"
+        else full_cases()
+        if full
+        else quick_cases()
+    )
     if mode == "grad":
         from vkback.harness.grad import is_gradient
 
@@ -268,6 +292,38 @@ def _run_by_workers(
     if by_op and mode in ("test", "grad"):
         text = [*op_table(ran), "", *spent_lines(ran, time.perf_counter() - begun)]
         print("\n" + "\n".join(text).rstrip(), file=sys.stdout if output == "console" else sys.stderr)
+    return bool(printer.tally.failed)
+
+
+def _run_model(name: str, params: str | None, device: str | None, act: str, output: str, verbose: bool) -> bool:
+    """Judge the nodes of a model, of one token behind some others and of several at once, and say whether one is wrong."""
+    from vkback.cli.compare import TOKENS, batch_of
+    from vkback.cli.shell import model_path
+    from vkback.device import Device
+    from vkback.evaluate.node_run import context_on
+    from vkback.harness.model_cases import model_cases
+    from vkback.models.registry import Model
+    from vkback.shader import ShaderLibrary
+
+    opened = Model.open(model_path(name))
+    pattern = _pattern(params)
+    lines: list[str] = []
+    with Device.open(device) as here:
+        library = ShaderLibrary(quick=here.caps.software)
+        context = context_on(here, library, act_of(act))
+        printer = _printer(output, here, context, verbose, lambda result: "")
+        if output == "console":
+            print(f"{here.caps.summary_line(here.index)}\n{opened.description}", flush=True)
+        for at_once in (False, True):
+            for case in model_cases(opened, here, library, context, batch_of(opened, None, TOKENS, at_once, None)):
+                if not pattern.search(case.text):
+                    continue
+                printer.add(case.result)
+                if case.worst.outside and case.line:
+                    lines.append(case.line)
+        printer.finish()
+    for line in dict.fromkeys(lines):
+        print(f"alone: vkback test-ops '{line}'", file=sys.stdout if output == "console" else sys.stderr)
     return bool(printer.tally.failed)
 
 
@@ -455,15 +511,19 @@ def _split(ops: str | None) -> list[str]:
     return split_lines(ops) if ops else []
 
 
+def _pattern(params: str | None) -> re.Pattern[str]:
+    try:
+        return re.compile(params or "", re.IGNORECASE)
+    except re.error as e:
+        raise UsageError(f"-p {params}: not a regular expression: {e}") from e
+
+
 def select(cases: Iterable[Case], names: Sequence[str], params: str | None) -> Iterator[Case]:
     """Cases of the named ops; of those, the ones whose parameters match. A name may be a whole case, of this set or of any other.
 
     Raises UsageError for a name that is neither an op nor a case, for a bad expression, and when nothing is left.
     """
-    try:
-        pattern = re.compile(params or "", re.IGNORECASE)
-    except re.error as e:
-        raise UsageError(f"-p {params}: not a regular expression: {e}") from e
+    pattern = _pattern(params)
     names = [n.strip() for n in names]
     unmatched = dict.fromkeys(names)
     found = False

@@ -38,6 +38,16 @@ def ggml_cases() -> Iterator[Case]:
             yield find_case(line)
 
 
+MUST_PASS = Path(__file__).with_name("must_pass.txt")
+"""Lines of the quick set that a driver must get right for models to run: of every op of inference each type, products of one, few and many
+tokens."""
+
+
+def must_pass_cases() -> Iterator[Case]:
+    """The cases of MUST_PASS."""
+    return (find_case(line) for line in MUST_PASS.read_text(encoding="utf-8").splitlines())
+
+
 def full_cases() -> Iterator[Case]:
     """The quick set, then the cross product of each op's parameters, then lines of test-backend-ops; each line once."""
     seen: set[str] = set()

@@ -16,6 +16,7 @@ from vkback.device.errors import DeviceLost
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import judge
 from vkback.harness.cases import context_of
+from vkback.harness.common import common_lines
 from vkback.harness.runner import Workbench, prepare, reference
 from vkback.harness.suite import Suite
 from vkback.harness.unfused import unfused_tolerance
@@ -97,7 +98,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What came of it. failures: (case line, what was wrong); lost: the device stopped, with the case; tallies by switch."""
+    """What came of it. failures: (case line, what was wrong); lost: the device stopped, with the case; common: what the wrong ones share;
+    tallies by switch."""
 
     ran: int
     unsupported: int
@@ -105,6 +107,7 @@ class Diagnosis:
     examined: int
     tallies: dict[str, Tally]
     lost: str = ""
+    common: str = ""
 
     @property
     def healthy(self) -> bool:
@@ -135,6 +138,7 @@ class Diagnosis:
         failures = [{"case": line, "message": message} for line, message in self.failures]
         switches = {name: dataclasses.asdict(tally) for name, tally in self.tallies.items()}
         return {
+            "in_common": self.common,
             "ran": self.ran,
             "unsupported": self.unsupported,
             "failures": failures,
@@ -165,6 +169,7 @@ def examine(
     """Run the cases; when some fail, run those again under each switch. `tell` gets a line an event, `progress` a line a case."""
     failures: list[tuple[str, str]] = []
     failing: list[Case] = []
+    judged: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
     ran = unsupported = 0
     try:
         with Suite(device, library, ctx) as suite:
@@ -172,10 +177,15 @@ def examine(
                 progress(f"vkback: {number} of {len(cases)} cases, {len(failing)} wrong")
                 ran += result.supported
                 unsupported += not result.supported
+                if result.passed is not None:
+                    judged[result.passed].append((case.line, result.kernel))
                 if result.passed is False:
                     failing.append(case)
                     failures.append((case.line, result.message))
                     tell(f"{case.line}: WRONG\n  {result.message}")
+        common = common_lines(*judged)
+        if common:
+            tell(f"in common: {common}")
         some = _some(failing)
         tallies = {}
         for switch in SWITCHES if some else ():
@@ -184,7 +194,7 @@ def examine(
             tell(f"{switch.name}: {_line(tally)}")
     except DeviceLost as e:
         return Diagnosis(ran, unsupported, tuple(failures), 0, {}, str(e))
-    return Diagnosis(ran, unsupported, tuple(failures), len(some), tallies)
+    return Diagnosis(ran, unsupported, tuple(failures), len(some), tallies, common=common)
 
 
 def _some(cases: Sequence[Case]) -> list[Case]:
@@ -265,5 +275,7 @@ def report(diagnosis: Diagnosis, caps: Capabilities, about: str) -> Iterator[str
         yield from (f"    {part}" for part in message.splitlines()[:3])
     if len(diagnosis.failures) > SHOWN:
         yield f"  and {len(diagnosis.failures) - SHOWN} more"
+    if diagnosis.common:
+        yield f"in common: {diagnosis.common}"
     yield f"verdict: {diagnosis.verdict}"
     yield "-----------------------"

@@ -10,6 +10,7 @@ from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.evaluate.node_compare import Comparison, Row, compare, compare_steps, sides, walked, with_own
 from vkback.evaluate.node_run import Batch, NodeRun, graph_of, run_nodes
+from vkback.harness.common import Facts, in_common, line_of_node, of_items
 from vkback.harness.doctor import SWITCHES, Switch
 from vkback.models.registry import Model
 from vkback.ops.lowering import LowerContext
@@ -27,6 +28,8 @@ class ModelDiagnosis:
     first    the first node outside the band, None: all are within
     own      nodes whose own kernels are wrong, given the device's inputs
     cures    settings under which all nodes are within the band
+    common   what the nodes of `own` share that the others have not
+    line     the suite's line of the first of them, to fail alone
     nodes    how many were compared
     """
 
@@ -34,6 +37,8 @@ class ModelDiagnosis:
     own: tuple[Row, ...]
     cures: tuple[Switch, ...]
     nodes: int
+    common: str = ""
+    line: str = ""
 
     @property
     def verdict(self) -> str:
@@ -61,12 +66,29 @@ def examine_model(
         return ModelDiagnosis(None, (), (), len(found.rows))
     for row in own[:SHOWN]:
         tell(f"its own kernel is wrong: {row.line}\n  {row.outside}")
+    common, line = faulty(alone, run)
+    if common:
+        tell(f"in common: {common}")
+    if line:
+        tell(f"alone: vkback test-ops '{line}'")
     cures = []
     for switch in SWITCHES:
         said, cured = _under(switch, model, device, library, ctx, batch, run.schedule)
         tell(f"{switch.name}: {said}")
         cures += [switch] if cured else []
-    return ModelDiagnosis(found.first, own, tuple(cures), len(found.rows))
+    return ModelDiagnosis(found.first, own, tuple(cures), len(found.rows), common, line)
+
+
+def faulty(alone: Comparison, run: NodeRun) -> tuple[str, str]:
+    """What the nodes share whose own kernels are wrong, and the suite's line of the first that has one. alone: of `compare_steps`."""
+    known = of_items(run)
+
+    def of(row: Row) -> Facts:
+        return known[row.name][1] if row.name in known else {"op": row.op}
+
+    wrong = [row for row in alone.rows if row.outside]
+    common = in_common([of(row) for row in wrong], [of(row) for row in alone.rows if not row.outside])
+    return common, next((line for row in wrong if row.name in known and (line := line_of_node(known[row.name][0]))), "")
 
 
 def _under(

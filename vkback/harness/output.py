@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from vkback.harness.common import common_lines
 from vkback.harness.result import SPENT, CaseResult
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
 from vkback.terminal import columns
@@ -161,10 +162,14 @@ class Tally:
     total: int = 0
     xfailed: int = 0
     xpassed: list[str] = field(default_factory=list)
-    """Passed though they are expected to fail."""
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+    right: list[tuple[str, str]] = field(default_factory=list)
+    """Passed though they are expected to fail. wrong, right: what was judged, each line with its kernels."""
 
     def count(self, result: CaseResult) -> None:
         self.total += 1
+        if result.passed is not None and not result.expected:
+            (self.right if result.passed else self.wrong).append((result.line, result.kernel))
         self.unsupported += not result.supported
         if result.passed is False and result.expected:
             self.xfailed += 1
@@ -285,6 +290,8 @@ class Console(Printer):
             self._line("\nFailing tests:")
             for line in self.tally.failed:
                 self._line(f"  {line}")
+            if shared := common_lines(self.tally.wrong, self.tally.right):
+                self._line(f"\nIn common: {shared}")
 
 
 def perf_line(result: CaseResult) -> str:

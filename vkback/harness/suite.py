@@ -23,6 +23,7 @@ from vkback.device.errors import DeviceLost, OutOfDeviceMemory
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import Verdict, ggml_limit, judge
 from vkback.harness.cases import context_of, find_case
+from vkback.harness.common import kernel_names
 from vkback.harness.invariance import one_by_one, same_bits
 from vkback.harness.result import CaseResult
 from vkback.harness.runner import Array, Expected, Prepared, Workbench, expected, prepare, reference
@@ -153,7 +154,8 @@ class Suite:
             whole = [e for e in reversed(ready.expected) if e.rows is None]
             want = {e.output: e.values for e in whole} or reference(ready.problem)
             spent = [b - a for a, b in pairwise([*marks, time.perf_counter()])]
-            return Run(dataclasses.replace(result, seconds=(*ready.seconds, *spent)), ready.problem, want, got)
+            kernel = kernel_names(ready.fused.schedule)
+            return Run(dataclasses.replace(result, seconds=(*ready.seconds, *spent), kernel=kernel), ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
         except CaseLineError:  # no case at all, and so no failed one
