@@ -59,7 +59,9 @@ def test_a_context_beyond_the_trained_one_is_told_in_a_line(tmp_path: Path, devi
 
 
 def test_a_title_has_the_file_s_name_and_its_true_parameters(tmp_path: Path) -> None:
-    assert model_title(GgufFile.open(paths.builtin_model("demo-dense"))) == "demo storyteller 7M, 6.95 M parameters, llama ?B Q4_K - Medium"
+    assert (
+        model_title(GgufFile.open(paths.builtin_model("demo-dense"))) == "demo storyteller 7M, 6.95 M parameters, llama 6.95M Q4_K - Medium"
+    )
     for name, shown in (("a\nb", ""), ("x" * 200, "x" * 80 + ", "), ("  ", "")):
         path = write_gguf(tmp_path / "m.gguf", "llama", llama_metadata() | {"general.name": name}, llama_tensors())
-        assert model_title(GgufFile.open(path)).startswith(f"{shown}0.06 M parameters, llama ?B")
+        assert model_title(GgufFile.open(path)).startswith(f"{shown}0.06 M parameters, llama 0.06M")

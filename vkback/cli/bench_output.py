@@ -75,6 +75,11 @@ class Outputs(Generic[R]):
         today = datetime.now(UTC).strftime("%Y-%m-%d")
         self._head = f"    {command}\n\n{today}, {where}\n\n{line}"
 
+    @property
+    def results(self) -> Sequence[R]:
+        """What came so far."""
+        return self._results
+
     def row(self, result: R) -> None:
         self._results.append(result)
         for writer in self._shown:

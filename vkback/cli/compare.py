@@ -100,7 +100,7 @@ def compare(
     if plot is not None:
         from vkback.report.node_plot import draw
 
-        draw(comparison, plot, f"{opened.description}: {comparison.device} against {comparison.against}")
+        draw(comparison, plot, f"{opened.heading}: {comparison.device} against {comparison.against}")
     common, line = faulty(alone if alone is not None else comparison, runs[shown])
     if as_json:
         print(json.dumps({**about, **comparison.as_data(), "in_common": common, "alone": line}, indent=1))
@@ -161,7 +161,7 @@ def listing(c: Comparison, model: Model, batch: Batch, brief: bool) -> list[str]
     from vkback.evaluate.node_compare import growth_lines
 
     how = f"{batch.n} tokens at once" if batch.n > 1 else f"token {len(batch.tokens)} of {len(batch.tokens)}"
-    lines = list(fit(f"{model.description}, {how}: {c.device} against {c.against}"))
+    lines = list(fit(f"{model.heading}, {how}: {c.device} against {c.against}"))
     for row in c.rows:
         if row.outside or not brief:
             lines.append(row.line)

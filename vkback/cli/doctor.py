@@ -82,7 +82,7 @@ def _examine_model(name: str, prompt: str | None, device: str | None, act: str, 
             print("\n".join(part for line in text.splitlines() for part in fit(line)), file=out, flush=True)
 
         print(here.caps.summary_line(), file=out)
-        tell(f"{opened.description}, {len(batch.tokens)} tokens, the last of them node by node")
+        tell(f"{opened.heading}, {len(batch.tokens)} tokens, the last of them node by node")
         library = ShaderLibrary()
         context = context_on(here, library, act_of(act))
         found = examine_model(opened, here, library, context, batch, tell)

@@ -51,7 +51,7 @@ def _print(model: Any, name: str, tokens: int, ctx: int | None, depth: int, laye
     else:
         whole = listing(elementary(built, n_kv) if granularity == "elementary" and format != "list" else built, n_kv)
         shown = whole if layers is None else whole.of_layers(first, last)
-        facts = {"model": name, "description": model.description, "n_tokens": tokens, "n_ctx": n_ctx, "n_kv": n_kv, "nodes_as": granularity}
+        facts = {"model": name, "description": model.heading, "n_tokens": tokens, "n_ctx": n_ctx, "n_kv": n_kv, "nodes_as": granularity}
         if format == "json":
             lines = iter([json.dumps(graph_formats.as_data(facts, whole, shown), indent=1)])
         elif format == "html":

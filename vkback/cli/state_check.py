@@ -104,7 +104,7 @@ def checked(engine: Engine, ids: list[int], n: int, seed: int, tell: Any = lambd
         first = "the logits of the last token (result_output) are other bits, all caches and states are the same"
     size = f"{len(saved.tokens)} tokens, {saved.nbytes / 2**20:.1f} MiB"
     return {
-        "model": engine.description,
+        "model": engine.model.heading,
         "device": engine.device.caps.name,
         "tokens": len(whole),
         "state_bytes": saved.nbytes,

@@ -313,7 +313,7 @@ def _run_model(name: str, params: str | None, device: str | None, act: str, outp
         context = context_on(here, library, act_of(act))
         printer = _printer(output, here, context, verbose, lambda result: "")
         if output == "console":
-            print(f"{here.caps.summary_line(here.index)}\n{opened.description}", flush=True)
+            print(f"{here.caps.summary_line(here.index)}\n{opened.heading}", flush=True)
         for at_once in (False, True):
             for case in model_cases(opened, here, library, context, batch_of(opened, None, TOKENS, at_once, None)):
                 if not pattern.search(case.text):

@@ -164,10 +164,11 @@ def _share(device: str | None, file: Path) -> None:
     from vkback.cli.devices import bug_report
     from vkback.device import Device
     from vkback.paths import user_tuning_root
+    from vkback.report.community import WHERE
 
     with Device.open(device) as opened:
         share(opened.caps, bug_report(), user_tuning_root(), file)
-    print(f"{file}: send it with an issue. It tells device, driver, system, packages, what was timed and the times")
+    print(f"{file}: {WHERE} It tells device, driver, system, packages, what was timed and the times")
 
 
 def _counts(tokens: str | None) -> tuple[int, ...]:

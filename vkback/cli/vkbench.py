@@ -40,6 +40,7 @@ from vkback.cli.shell import (
     model_path,
     new_app,
     one_of,
+    output_file,
     run,
     shares,
 )
@@ -125,6 +126,10 @@ def bench(
     output_err: OutputErrOption = "none",
     save: SaveOption = None,
     store: StoreOption = None,
+    submit: Annotated[
+        Path | None,
+        typer.Option("--submit", metavar="FILE.json", help="One file to send: device, its table, results, the suite's verdict."),
+    ] = None,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
@@ -211,6 +216,8 @@ def bench(
         from vkback.cli.vkbench_against import compare_in_turn, refuse
         from vkback.cli.vkbench_sides import How
 
+        if submit is not None:
+            refuse("--submit", "a card's file has speeds of one build")
         if store is not None:
             refuse("--store", "a store has speeds of one build; --save keeps the comparison")
         if output_err != "none":
@@ -235,6 +242,10 @@ def bench(
     if any(test.is_prompt for test in tests):
         columns += ["TFLOPS"] + ["% math"] * (math_rate != 0)
     outputs = Outputs(BENCH, output, as_json, output_err, save, store, extra=frozenset(columns), build=settings.build, inputs=files)
+    if submit is not None:
+        if where is not None:
+            raise UsageError("--submit writes what one device of this machine did; leave out --hosts and the like")
+        output_file(submit, "--submit", *files)
     if where is not None:
         from vkback.cli.vkbench_hosts import bench_by_workers
 
@@ -246,6 +257,10 @@ def bench(
         return
     with outputs:
         _measure_all(files, variants, tests, settings, outputs)
+    if submit is not None:
+        from vkback.cli.vkbench_submit import write_submission
+
+        write_submission(submit, device, outputs.results)
 
 
 def measures_as_llama_bench(against: str | None) -> bool:

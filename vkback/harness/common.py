@@ -106,7 +106,7 @@ def line_of_node(node: Node) -> str:
         if node.op == "MUL_MAT_ID":
             return mul_mat_id_case(w.type, w.shape[0], node.inputs[2].shape[1], m, n, k, shared=x.shape[1] == 1, type_b=kind).line
         roles = tuple(r for r in p["roles"] if r not in ("w", "x"))
-        experts = {"experts": w.shape[0], "used": _used(node, roles)} if len(w.shape) == 3 else {}
+        experts: dict[str, Any] = {"experts": w.shape[0], "used": _used(node, roles)} if len(w.shape) == 3 else {}
         out = node.outputs[0].type
         return fused_case(w.type, m, k, n, roles, glu=bool(p.get("glu")), out=out, type_b=kind, **experts).line
     except (VkbackError, ValueError, KeyError):

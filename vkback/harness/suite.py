@@ -154,8 +154,8 @@ class Suite:
             whole = [e for e in reversed(ready.expected) if e.rows is None]
             want = {e.output: e.values for e in whole} or reference(ready.problem)
             spent = [b - a for a, b in pairwise([*marks, time.perf_counter()])]
-            kernel = kernel_names(ready.fused.schedule)
-            return Run(dataclasses.replace(result, seconds=(*ready.seconds, *spent), kernel=kernel), ready.problem, want, got)
+            names = kernel_names(ready.fused.schedule)
+            return Run(dataclasses.replace(result, seconds=(*ready.seconds, *spent), kernel=names), ready.problem, want, got)
         except DeviceLost as e:
             raise DeviceLost(f"{case.line}: {e}", call=e.call, result=e.result) from e
         except CaseLineError:  # no case at all, and so no failed one

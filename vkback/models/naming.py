@@ -72,11 +72,16 @@ def model_description(f: GgufFile) -> str:
     return f"{f.arch} {size} {file_type_name(f)}"
 
 
+def model_heading(f: GgufFile) -> str:
+    """The same for people: where llama-bench's label has no size class, the number of parameters, as `llama 122.61B Q4_K - Medium`."""
+    return model_description(f).replace(UNKNOWN_SIZE, params_text(f.n_params).replace(" ", ""), 1)
+
+
 def model_title(f: GgufFile) -> str:
     """What the file calls itself, its true number of parameters, and llama-bench's label, which may say little of either."""
     name = f.metadata.get("general.name")
     named = [" ".join(name.split())[:MAX_QUOTED]] if isinstance(name, str) and name.strip() and name.isprintable() else []
-    return ", ".join([*named, f"{params_text(f.n_params)} parameters", model_description(f)])
+    return ", ".join([*named, f"{params_text(f.n_params)} parameters", model_heading(f)])
 
 
 def file_type_name(f: GgufFile) -> str:

@@ -21,7 +21,7 @@ from vkback.graph import Graph
 from vkback.models.adapter import Adapter
 from vkback.models.architecture import ARCHITECTURES, Architecture
 from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, Head, Paging, StateSlots
-from vkback.models.naming import model_description
+from vkback.models.naming import model_description, model_heading
 from vkback.models.texts import DENSE, DISTANCES, SPANS, Pooling, Texts, distances, pool_weights, ranks, spans, window_of
 from vkback.models.unsupported import refusal
 from vkback.ops.storage import nbytes
@@ -215,6 +215,11 @@ class Model:
     def has_text(self) -> bool:
         """Whether the file has a vocabulary; others know token ids only."""
         return self.file.get("tokenizer.ggml.model", str, NO_TEXT_VOCABULARY) != NO_TEXT_VOCABULARY
+
+    @property
+    def heading(self) -> str:
+        """The description as titles have it, with the number of parameters where llama-bench says `?B`."""
+        return model_heading(self.file)
 
     @property
     def description(self) -> str:

@@ -174,7 +174,7 @@ def profile(
         phase(f"batch of {batch} tokens", schedule, batch, runs, lambda _: {"tokens": ids, "pos": pos})
     hp = engine.model.hp
     return Profile(
-        engine.description,
+        engine.model.heading,
         caps.name,
         f"{caps.driver_name} {caps.driver_info}",
         hp.n_layer,
