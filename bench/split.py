@@ -10,6 +10,7 @@ by themselves. docs/several_devices.md has what they are for.
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--ubatch", type=int)
     parser.add_argument("-r", "--repetitions", type=int, default=5)
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)  # activations that are scaled, stages that need barriers
     begun, chosen, tests = time.perf_counter(), selectors(args.devices), args.tests.split(",")
     shares = tuple(map(float, args.shares.split(",")))
 
