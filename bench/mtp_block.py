@@ -2,8 +2,8 @@
 
     python bench/mtp_block.py FOLDER [SHAPE-TYPE ...]
 
-SHAPE: dense-8b (llama 8B with biases of Q, K and V, in a file of glm4moe), or a shape of `vkback synth` with attention in block LIKE, whose
-weights the block has a copy of. The block drafts in each step; what counts as right is made by a first run of the same text, as
+SHAPE: dense-8b (llama 8B, but for the pairs that RoPE turns, in a file of glm4moe), or a shape of `vkback synth` with attention in block
+LIKE, whose weights the block has a copy of. The block drafts in each step; what counts as right is made by a first run of the same text, as
 `vkbench spec` does. So a step costs what it costs, and makes as many tokens as it is said to make.
 """
 
@@ -23,6 +23,7 @@ from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.models import synth
+from vkback.models.architectures.glm4moe import Glm4Moe
 from vkback.models.keys import MTP
 from vkback.models.shape import ModelShape
 
@@ -39,7 +40,7 @@ DENSE = ModelShape(
     128256,
     131072,
     500000.0,
-    n_expert=8,
+    n_expert=16,
     n_expert_used=2,
     n_ff_expert=1408,
     metadata={"expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_weights_norm": True, "leading_dense_block_count": 33},
@@ -58,7 +59,7 @@ def write(name: str, path: Path) -> None:
 
     def shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         plain = shape_name != "dense-8b"
-        return ((t, dims) for t, dims in all_shapes(s) if plain or not t.endswith(("attn_q_norm.weight", "attn_k_norm.weight")))
+        return ((t, dims) for t, dims in all_shapes(s) if plain or not t.endswith((".bias", "attn_q_norm.weight", "attn_k_norm.weight")))
 
     def with_block(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         il, begin = s.n_layer, f"blk.{like}."
@@ -91,6 +92,7 @@ def rate(engine: Engine, prompt: Sequence[int], drafts: Drafts | None) -> tuple[
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
+    Glm4Moe.biases = ()  # dense-8b has none
     rows = ["| model | drafts a step | tokens a step | t/s | plain t/s | gain | ms a step |", "|---|---:|---:|---:|---:|---:|---:|"]
     for name in names:
         path = folder / f"{name}.gguf"
