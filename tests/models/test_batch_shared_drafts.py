@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny
 
+import vkback
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request
 from vkback.engine.drafts import DraftCounts, Drafts
@@ -108,3 +109,14 @@ def test_texts_with_drafts_come_go_and_make_room(tmp_path: Path, device: Device)
             assert [found[id] for id in ids] == texts
             assert batch.scheduler.preemptions > 0 and batch.counters.drafts.accepted > 20
             assert batch.pool.free == batch.pool.n_pages
+
+
+@pytest.mark.vulkan
+def test_several_texts_from_python_have_drafts_at_once(device: Device) -> None:
+    prompts = [3 * f"the {what} went down to the river with his horse and his dog, and " for what in ("old man", "boy", "captain")]
+    with vkback.load("demo-dense", device.index, 256, act="f32", exact="requests", sequences=3, spec_type="ngram-simple") as model:
+        drafted = model.batch(prompts, max_tokens=60, temperature=0, ignore_eos=True)
+        plain = model.batch(prompts, max_tokens=60, temperature=0, ignore_eos=True, draft_max=0)
+        assert [result.tokens for result in drafted] == [result.tokens for result in plain]
+        assert sum(result.timings.draft_accepted for result in drafted) > 0
+        assert not any(result.timings.draft_tokens for result in plain)
