@@ -104,7 +104,7 @@ MUL_MAT_KNOWS = (
     "type_a, m, n, k, type_b, bs, nr, per, k_v, o, src_overlap, m_v, pad, plain, act, amax, seed; a whole case is " + MUL_MAT_EXAMPLE
 )
 SILU_EXAMPLE = "a whole case is SILU(type=f32,ne_a=[4096,1,1,1],v=0,seed=4)"
-ROLES = "norm+norm_bias+post_norm+post_residual+bias+residual+ids+logits+expert_weights+selection_bias"
+ROLES = "norm+norm_bias+post_norm+post_residual+bias+multiplier+residual+ids+logits+expert_weights+selection_bias"
 
 
 @pytest.mark.parametrize(
