@@ -293,3 +293,14 @@ def test_an_error_of_all_units_is_said_once_and_all_fail(monkeypatch: pytest.Mon
 def test_workers_with_other_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ClusterError, match="no worker is at tcp://s"):
         pulled(monkeypatch, listed("a"), lambda args: {"value": 1}, kernels="other", patience_s=0.1)
+
+
+@pytest.mark.exhaustive
+def test_workers_over_ssh_end_with_their_scheduler() -> None:
+    """What SSHCluster starts on a host is not ended by it: workers there must not wait for another scheduler."""
+    from vkback.cluster.launch import Launcher, Placed
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with Launcher(f"tcp://127.0.0.1:{port}", [Placed("0", "h/0", True)], lambda line: None, once=True) as launcher:
+        wait_for(lambda: not launcher.look(), 60)

@@ -1,4 +1,4 @@
-"""`python -m vkback.cluster SCHEDULER DEVICE NAME`: one worker, as vkback/cluster/launch.py starts it."""
+"""`python -m vkback.cluster SCHEDULER DEVICE NAME [once]`: one worker, as vkback/cluster/launch.py starts it."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 from vkback.cluster.worker import serve
 
 if __name__ == "__main__":
-    serve(*sys.argv[1:4])
+    serve(*sys.argv[1:4], once="once" in sys.argv[4:])

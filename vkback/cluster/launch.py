@@ -68,8 +68,9 @@ class Launcher:
     told  gets a line for whatever happens to one
     """
 
-    def __init__(self, scheduler: str, where: Sequence[Placed], told: Callable[[str], None]) -> None:
-        self._scheduler, self._told = scheduler, told
+    def __init__(self, scheduler: str, where: Sequence[Placed], told: Callable[[str], None], *, once: bool = False) -> None:
+        """once: workers end with their scheduler, and do not wait for another."""
+        self._scheduler, self._told, self._once = scheduler, told, once
         self._threads = max(1, (os.cpu_count() or 1) // len(where))
         self._children = [self._started(each.selector, each.name) for each in where]
 
@@ -97,7 +98,9 @@ class Launcher:
         with one_blas_thread() if self._threads == 1 else nullcontext(), blocked_interrupts():
             env = {**os.environ, **env}
             process = subprocess.Popen(
-                [sys.executable, "-m", "vkback.cluster", self._scheduler, selector, name], stdin=subprocess.PIPE, env=env
+                [sys.executable, "-m", "vkback.cluster", self._scheduler, selector, name, *(["once"] if self._once else [])],
+                stdin=subprocess.PIPE,
+                env=env,
             )
         return _Child(selector, name, process, time.monotonic())
 
@@ -109,6 +112,8 @@ class Launcher:
             if code is None:
                 left += 1
                 continue
+            if self._once and code == LOST_SCHEDULER:
+                child.again_at = float("inf")
             if not child.again_at:
                 quick = child.quick + 1 if now - child.begun < QUICK_S and code != LOST_SCHEDULER else 0
                 if quick >= QUICK_ENDS:

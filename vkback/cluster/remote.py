@@ -26,7 +26,7 @@ class HostWorkers:
         def report(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
-        self._launcher = self._stack.enter_context(Launcher(self._scheduler, placed(self._devices or None), report))
+        self._launcher = self._stack.enter_context(Launcher(self._scheduler, placed(self._devices or None), report, once=True))
         print("vkback worker at this host", file=sys.stderr, flush=True)  # what SSHCluster waits for
         return self
 

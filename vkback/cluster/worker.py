@@ -39,6 +39,8 @@ LOST_SCHEDULER, LOST_DEVICE, LOST_LAUNCHER = 3, 4, 5
 """Exit codes."""
 
 WATCH_S = 0.2
+ONCE_S = 15.0
+"""How long a worker looks for its scheduler that is not to wait for one."""
 RETRY_S = 1.0
 """Between two attempts to reach a scheduler that is not there."""
 
@@ -147,8 +149,8 @@ def about_device(selector: str) -> dict[str, Any]:
         }
 
 
-def serve(scheduler: str, selector: str, name: str) -> None:
-    """Run as a worker of a scheduler until that, or the launcher, is gone; never returns."""
+def serve(scheduler: str, selector: str, name: str, *, once: bool = False) -> None:
+    """Run as a worker of a scheduler until that, or the launcher, is gone; never returns. once: end where no scheduler is there, too."""
     global _station
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, and its end this process
@@ -160,7 +162,7 @@ def serve(scheduler: str, selector: str, name: str) -> None:
         os._exit(LOST_DEVICE)
     threads = int(os.environ.get("LP_NUM_THREADS") or 0) or os.cpu_count() or 1
     _station = Station(selector, threads, {**about, "name": name, "pid": os.getpid()})
-    asyncio.run(_work(scheduler, name))
+    asyncio.run(_work(scheduler, name, once))
 
 
 def _end_with_launcher() -> None:
@@ -177,7 +179,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-async def _work(scheduler: str, name: str) -> None:
+async def _work(scheduler: str, name: str, once: bool) -> None:
     from distributed import Worker
     from distributed.core import Status
 
@@ -190,9 +192,11 @@ async def _work(scheduler: str, name: str) -> None:
                 scheduler, name=name, nthreads=1, local_directory=folder, memory_limit=0, dashboard=False, dashboard_address=None
             )
             try:
-                await worker.start()
+                await asyncio.wait_for(worker.start(), ONCE_S if once else None)  # else it tries for ever itself
                 break
             except Exception as e:  # whatever a connection raises
+                if once:
+                    _end(LOST_SCHEDULER)
                 if not said:
                     print(
                         f"vkback worker: {name}: no scheduler at {scheduler} yet ({type(e).__name__}); it is tried again", file=sys.stderr
