@@ -126,6 +126,28 @@ def test_llama_bench_in_path_runs_the_same_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="scripts begin with #!")
+def test_a_commit_is_taken_before_a_program_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libwww-perl installs /usr/bin/HEAD."""
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    path = program(tmp_path, ANSWER, "HEAD")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(vkbench_sides, "ROOT", tmp_path)
+    monkeypatch.setattr(vkbench_sides, "_build", lambda folder, name, *_: FakeSide(f"build of {name} in {folder.name}"))
+    with other_side("HEAD", HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
+        assert isinstance(side, FakeSide), "the program was taken"
+        assert side.name == f"build of HEAD in {vkbench_sides.commit_of('HEAD')[:9]}"
+    with other_side(str(path), HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
+        assert side.run(0, False)["build_commit"] == "abc", "a program by its path"
+    program(tmp_path, ANSWER, "of-mine")
+    with other_side("of-mine", HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
+        assert side.run(0, False)["build_commit"] == "abc", "no commit is called so"
+    monkeypatch.setattr("vkback.paths.on_path", lambda _: None)
+    assert vkbench_sides.commit_of("HEAD") == "", "without git"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="scripts begin with #!")
 @pytest.mark.parametrize(
     ("body", "said"),
     [

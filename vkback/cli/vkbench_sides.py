@@ -266,6 +266,8 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vkbench-")))
             shutil.copyfile(path, folder / own.hello["table"])
             side = own_side(how, tests, against, {"VKBACK_TUNING": str(folder)})
+        elif commit := commit_of(against):  # before a program: PATH may have one that is called HEAD
+            side = _build(stack.enter_context(checkout(commit)), against, how, tests)
         elif words and (program := _program(words[0])):
             options = how.of_llama_bench()
             side = Started(against, [program, *words[1:]], tests, lambda t: [*options, *sizes(t), "-r", str(REPETITIONS), "-o", "json"])
@@ -275,8 +277,6 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
             override_rows(against)
             before = os.environ.get("VKBACK_OVERRIDES", "")
             side = own_side(how, tests, against, {"VKBACK_OVERRIDES": ";".join(filter(None, (before, against)))})
-        elif commit := commit_of(against):
-            side = _build(stack.enter_context(checkout(commit)), against, how, tests)
         else:
             raise UsageError(
                 f"--against {against}: expected a folder with a build, a commit of this checkout, a table (FILE.toml or its folder), "
@@ -339,8 +339,8 @@ def _program(word: str) -> str | None:
 
 
 def commit_of(text: str) -> str:
-    """The hash of a commit of this checkout; "" where it is none."""
-    if not (ROOT / ".git").exists():
+    """The hash of a commit of this checkout; "" where it is none, or where there is no git."""
+    if not (ROOT / ".git").exists() or paths.on_path("git") is None:
         return ""
     ran = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--quiet", "--verify", "--end-of-options", f"{text}^{{commit}}"],
