@@ -88,6 +88,32 @@ def test_a_model_comes_once_and_is_there_without_a_network(hub: Hub, tmp_path: P
     assert graph.returncode == 0 and "result_output" in graph.stdout, graph.stderr
 
 
+NO_LINKS = """
+import os, sys
+def symlink(source, link, *_, **__):
+    if sys.argv[1] == "refused":
+        raise OSError(1314, "A required privilege is not held by the client", link)
+os.symlink = symlink
+from vkback.gguf.hub import fetched
+print(fetched("u/r"))
+"""
+"""A system that makes no symbolic links: it refuses, or it says that it made one, as Wine does."""
+
+
+@pytest.mark.parametrize("how", ["refused", "nothing made"])
+def test_a_model_comes_where_there_are_no_symbolic_links(hub: Hub, tmp_path: Path, how: str) -> None:
+    hub.repos["u/r"] = {"m-Q4_K_M.gguf": b"a model"}
+    environment = {**os.environ, **hub_environment(hub.url, tmp_path)}
+    for _ in range(2):  # fetched, then of the cache
+        line = [sys.executable, "-c", NO_LINKS, how]
+        done = subprocess.run(line, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert Path(done.stdout.strip()).read_bytes() == b"a model"
+    whole = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"a model"]
+    assert len(whole) == 1, "it takes its bytes once"
+    assert sum("resolve" in path for path in hub.gets) == 1
+
+
 def test_all_parts_come(hub: Hub, tmp_path: Path) -> None:
     hub.repos["u/r"] = {f"Q8_0/m-{i:05}-of-00002.gguf": bytes([i]) for i in (1, 2)}
     done = vkback(hub.url, tmp_path / "home", "pull", "u/r:Q8_0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,30 @@ def _file(hub: Any, repo: str, file: str, revision: str) -> Path:
     kept = hub.try_to_load_from_cache(repo, file, revision=revision)
     if isinstance(kept, str):
         return Path(kept)
+    if not _links(Path(hub.constants.HF_HUB_CACHE)):
+        hub.constants.HF_HUB_DISABLE_SYMLINKS = True  # its cache holds the file itself, then
     try:
-        return Path(hub.hf_hub_download(repo, file))
+        path = Path(hub.hf_hub_download(repo, file))
     except OSError as e:
         raise HubError(f"[hub] {repo}: {file} cannot be fetched: {e.strerror or ' '.join(str(e).split())[:200]}") from e
     except Exception as e:  # of whatever client the package has
         raise HubError(f"[hub] {repo}: {file} cannot be fetched: {' '.join(str(e).split())[:200]}. Begin again: what came is kept") from e
+    if not path.is_file():
+        raise HubError(
+            f"[hub] {repo}: {file} was fetched, but {path} is no file: set HF_HUB_DISABLE_SYMLINKS=1, with the newest huggingface_hub"
+        )
+    return path
+
+
+def _links(folder: Path) -> bool:
+    """Whether a symbolic link in a folder leads to its file. Windows forbids them without its developer mode; Wine says that it made
+    one, and made none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".vkback-", dir=folder) as name:
+            link = Path(name, "link")
+            Path(name, "file").touch()
+            link.symlink_to("file")
+            return link.is_file()
+    except OSError:
+        return False
