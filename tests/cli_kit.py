@@ -77,7 +77,14 @@ class FakeEngine:
     tables = "default.toml"
     fusion = "all"
     n_ctx = 512
-    model = SimpleNamespace(hp=SimpleNamespace(n_vocab=256), has_text=True, file=SimpleNamespace(metadata={}), tokenizer=FakeTokenizer())
+    model = SimpleNamespace(
+        hp=SimpleNamespace(n_vocab=256),
+        has_text=True,
+        file=SimpleNamespace(metadata={}, path=Path("fake.gguf")),
+        tokenizer=FakeTokenizer(),
+        lora=None,
+        adapters=(),
+    )
     device = SimpleNamespace(
         caps=SimpleNamespace(
             name="Test GPU",
@@ -124,6 +131,9 @@ class FakeEngine:
 
     def check_caches(self) -> None:
         pass
+
+    def use_adapters(self, scales: Sequence[float]) -> None:
+        assert not scales
 
     def prompt_flops(self, tokens: int, n_past: int = 0) -> int:
         return 2_000_000 * tokens + 1000 * n_past
