@@ -10,6 +10,7 @@ import json
 import random
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
+from vkback.gguf.pre_tokenizers import PRE_TOKENIZERS
+from vkback.gguf.tokenizer import KINDS
 from vkback.gguf.vocabularies import byte_letters
 from vkback.models import GgufFile, Tokenizer
 
@@ -35,6 +38,7 @@ ALPHABETS = (
     "e\u0301a\u0308o\u0302\u0327\u0931\u093c\u1100\u1161\u11a8",
     "😀👍🏽🇩🇪👩\u200d💻\ufeff\u200b",
     "…。\uff0c、।\u06d4،「」\uff01\uff1f“”\u2018\u2019—\uff1a\uff1b‽«»€£§©",
+    "\u01bb\u01c5\u0294\u02b0\u1c80\u10a0\u13a0\uab70\U00010400\U000104b0\uff21\uff71\uff9e\u00aa\u3105\u3131\ufe30\u2f00\u1780",
 )
 WORDS = [
     "I'm",
@@ -52,10 +56,19 @@ WORDS = [
     "12,345.67",
     "x=1;//",
     "#include <a>",
+    "\n\n\n",
+    "\r\n\r\n",
+    ");\n\n",
+    " " * 40,
+    "\t" * 9,
+    "<sentinel:12>",
+    "IMGIMGABCZ",
+    "٣٤٥٦٧",
 ]
 
 
-def generated(seed: int, count: int = COUNT) -> list[str]:
+@cache
+def generated(seed: int, count: int = COUNT) -> Sequence[str]:
     """Words of a book, words of code, and runs of characters of one kind, side by side."""
     rng = random.Random(seed)
     words = BOOK.split(" ")
@@ -92,10 +105,15 @@ def require_equal(own: Tokenizer, other: Any, seed: int, count: int = COUNT) -> 
 
 # --- byte-level BPE
 
+DIGITS = [run for n in (3, 4) for i in range(7) if len(run := "1234567"[i : i + n]) == n]
+
 
 @cache
 def byte_vocabulary() -> tuple[list[str], list[str]]:
-    """Tokens and merges, in which each token may be made of any two that it is made of: then merges and ranks of tokens say the same."""
+    """Tokens and merges, in which each token may be made of any two that it is made of: then merges and ranks of tokens say the same.
+
+    Beside what is trained there are runs of line breaks and of digits, so that tokens tell where those are cut.
+    """
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -106,15 +124,26 @@ def byte_vocabulary() -> tuple[list[str], list[str]]:
     trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=list(byte_letters()), show_progress=False, max_token_length=16)
     library.train_from_iterator([BOOK, *generated(1, 4000)], trainer)
     trained = json.loads(library.to_str())["model"]
-    tokens = sorted(trained["vocab"], key=trained["vocab"].__getitem__)
+    letters = dict(enumerate(byte_letters()))
+    runs = [*["\n\n", "\n\n\n", "\r\n", "\r\n\r\n"], " \n", ".\n", ";\n", ";\n\n", "/\n", *(f"{i:02d}" for i in range(100)), *DIGITS]
+    spelled = ["".join(letters[b] for b in run.encode()) for run in runs]
+    tokens = list(dict.fromkeys([*sorted(trained["vocab"], key=trained["vocab"].__getitem__), *spelled]))
     known = set(tokens)
     merges = [f"{t[:i]} {t[i:]}" for t in tokens if len(t) > 1 for i in range(1, len(t)) if t[:i] in known and t[i:] in known]
     return tokens, merges
 
 
-def byte_level(path: Path, pre: str) -> Tokenizer:
+@cache
+def whole_words() -> list[str]:
+    """Tokens that no merge makes."""
+    space, known = byte_letters()[ord(" ")], set(byte_vocabulary()[0])
+    words = dict.fromkeys(f"{space}{word}" for word in BOOK.split() if len(word) > 5 and word.isascii() and word.isalpha())
+    return [word for word in words if word not in known][:400]
+
+
+def byte_level(path: Path, pre: str, more: Sequence[str] = ()) -> Tokenizer:
     tokens, merges = byte_vocabulary()
-    return tokenizer_of(path, model="gpt2", pre=pre, tokens=tokens, merges=merges)
+    return tokenizer_of(path, model="gpt2", pre=pre, tokens=[*tokens, *more], merges=merges)
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -146,20 +175,27 @@ KIMI = "|".join(
     ]
 )
 QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+")
+TEKKEN = O200K.replace(f"{CONTRACTIONS}?", "").replace("{1,3}", "")
+BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+SPACES_OF_JAIS2 = r"\s{512}(?!\S)|\s{256}(?!\S)|\s{128}(?!\S)|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)"
+JAIS2 = CL100K.replace(r"\s+(?!\S)|\s+", rf"{SPACES_OF_JAIS2}|\s{{1,2}}(?!\S)|\s{{1}}")
 SEED = QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 
 RANKED: Mapping[str, str] = {
     "gpt-2": GPT2,
-    "phi-2": GPT2,
+    "llama-bpe": CL100K,
     "dbrx": CL100K,
-    "glm4": CL100K,
     "qwen2": QWEN2,
     "qwen35": QWEN35,
     "hunyuan": QWEN2,
     "seed-coder": SEED,
     "gpt-4o": O200K,
-    "llama4": O200K,
+    "granite-embed-multi-97m": O200K,
     "kimi-k2": KIMI,
+    "tekken": TEKKEN,
+    "ufakzeka": QWEN2.removeprefix(f"{CONTRACTIONS}|"),
+    "bailingmoe": BAILING,
+    "jais-2": JAIS2,
 }
 """`pre` -> the pattern that the model's maker has published, for tiktoken."""
 
@@ -187,7 +223,28 @@ DEEPSEEK3_WORDS = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\\r\\n]*"
     "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
+CHINESE_JAPANESE = "[一-龥\u3040-ゟ\u30a0-ヿ]+"
+CHINESE_KOREAN = "[一-龥ࠀ-一가-\ud7ff]+"
+DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
+    "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗ\uff21-\uff3a\uff41-\uff5a"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+SCRIPTS_OF_AFMOE = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f"
+    "\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+SCRIPTS_OF_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|"
+    + CHINESE_JAPANESE
+)
+EXAONE_MOE = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
 PIPELINES: Mapping[str, tuple[Sequence[Mapping[str, Any]], str | None]] = {
+    "default": ([split("[\\p{P}\\$\\+<=>\\^~\\|]+"), split(GPT2), split("\\p{N}+"), split("[0-9][0-9][0-9]"), BYTES], None),
+    "gpt-2": ([WORDS_OF_BYTES], None),
     "starcoder": ([DIGIT, WORDS_OF_BYTES], None),
     "command-r": ([DIGIT, WORDS_OF_BYTES], "NFC"),
     "olmo": ([WORDS_OF_BYTES], "NFC"),
@@ -200,8 +257,48 @@ PIPELINES: Mapping[str, tuple[Sequence[Mapping[str, Any]], str | None]] = {
         ],
         None,
     ),
-    "deepseek-coder": ([split("[\r\n]"), split("\\s?\\p{L}+"), split("\\s?\\p{P}+"), split("[一-龥ࠀ-一가-퟿]+"), DIGIT, BYTES], None),
-    "deepseek-v3": ([split("\\p{N}{1,3}"), split("[一-龥぀-ゟ\u30a0-ヿ]+"), split(DEEPSEEK3_WORDS), BYTES], None),
+    "deepseek-llm": (
+        [
+            split("[\r\n]"),
+            split(f"\\s?[{DEEPSEEK_LETTERS}]+"),
+            split("\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"),
+            split("\\s+$"),
+            split(CHINESE_KOREAN),
+            DIGIT,
+            BYTES,
+        ],
+        None,
+    ),
+    "deepseek-coder": ([split("[\r\n]"), split("\\s?\\p{L}+"), split("\\s?\\p{P}+"), split(CHINESE_KOREAN), DIGIT, BYTES], None),
+    "deepseek-v3": ([split("\\p{N}{1,3}"), split(CHINESE_JAPANESE), split(DEEPSEEK3_WORDS), BYTES], None),
+    "spark2_5": (
+        [
+            split("\\p{N}{1,3}"),
+            split(CHINESE_JAPANESE),
+            split(DEEPSEEK3_WORDS.replace("+[\\r\\n]*|\\s*[\\r\\n]+", "+|[\\r\\n]")),
+            DIGIT,
+            BYTES,
+        ],
+        None,
+    ),
+    "afmoe": ([split("\\p{Nd}+"), split("(?=(\\p{Nd}{3})+(?!\\p{Nd}))"), split(SCRIPTS_OF_AFMOE), split(DEEPSEEK3_WORDS), BYTES], None),
+    "youtu": ([split(SCRIPTS_OF_YOUTU), split(O200K.replace("{1,3}", "")), BYTES], None),
+    "tiny_aya": ([split("\\d{1,3}(?=(?:\\d{3})*\\b)"), split(O200K), BYTES], None),
+    "chameleon": (
+        [
+            split("<sentinel:[0-9]+>"),
+            split("(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z"),
+            split("([\\t\\n]|    |  )"),
+            DIGIT,
+            {"type": "Punctuation", "behavior": "Isolated"},
+            WORDS_OF_BYTES,
+        ],
+        None,
+    ),
+    "laguna": ([split("[^\n]+|[\n]+"), split(QWEN2), BYTES], None),
+    "exaone-moe": ([split(EXAONE_MOE), BYTES], None),
+    **{pre: ([split(pattern), BYTES], None) for pre, pattern in RANKED.items() if pre not in ("gpt-2", "qwen35")},
+    "qwen35": ([split(QWEN35), BYTES], "NFC"),
     "bloom": ([split(" ?[^(\\s|[.,!?…。\uff0c、।\u06d4،])]+"), BYTES], None),
     "viking": ([split(" ?[^(\\s|[.,!?…。\uff0c、।\u06d4،])]+"), DIGIT, BYTES], None),
     "superbpe": ([split("\\p{N}+"), split("(?=(\\d{3})+(?!\\d))"), BYTES], None),
@@ -209,6 +306,8 @@ PIPELINES: Mapping[str, tuple[Sequence[Mapping[str, Any]], str | None]] = {
     "qwen2": ([split(QWEN2), BYTES], "NFC"),
 }
 """`pre` -> the pre-tokenizers of a model's published tokenizer.json, and its normalizer."""
+WHOLE = {"llama-bpe", "tekken", "minicpm5", "youtu", "granite-embed-multi-97m"}
+"""Those whose model takes a piece that is a token as it is."""
 
 
 @pytest.mark.parametrize("pre", PIPELINES)
@@ -216,15 +315,16 @@ def test_tokens_equal_those_of_a_published_pipeline(tmp_path: Path, pre: str) ->
     from tokenizers import Tokenizer as Library
 
     steps, normalizer = PIPELINES[pre]
-    tokens, merges = byte_vocabulary()
+    more = whole_words()
+    tokens, merges = [*byte_vocabulary()[0], *more], byte_vocabulary()[1]
     published: dict[str, Any] = {
         "normalizer": {"type": normalizer} if normalizer else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges, "ignore_merges": pre == "minicpm5"},
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges, "ignore_merges": pre in WHOLE},
         "added_tokens": [],
     }
     other = Library.from_str(json.dumps(published))
-    require_equal(byte_level(tmp_path, pre), lambda text: other.encode(text, add_special_tokens=False).ids, 3)
+    require_equal(byte_level(tmp_path, pre, more), lambda text: other.encode(text, add_special_tokens=False).ids, 3)
 
 
 # --- SentencePiece and its kin
@@ -324,7 +424,12 @@ def test_tokens_equal_those_of_wordpiece(tmp_path: Path, lowercase: bool, strip_
     assert own.encode(long, add_bos=False) == other.encode(long, add_special_tokens=False).ids == [names.index("[UNK]")]
 
 
-def test_tokens_equal_those_of_gemma4_s_pipeline(tmp_path: Path) -> None:
+CHARACTERS = {"gemma4": "gemma4", "granite-embed-multi-311m": "gpt2", "sarvam-moe": "gpt2"}
+"""`pre` -> `tokenizer.ggml.model` of those that merge characters."""
+
+
+@pytest.mark.parametrize("pre", CHARACTERS)
+def test_tokens_equal_those_of_gemma4_s_pipeline(tmp_path: Path, pre: str) -> None:
     """BPE of characters, with a byte token for what no token has."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models, normalizers, pre_tokenizers, trainers
@@ -349,7 +454,8 @@ def test_tokens_equal_those_of_gemma4_s_pipeline(tmp_path: Path) -> None:
     types = [3] * 3 + [2] + [6] * 256 + [1] * (len(names) - 260)
     own = tokenizer_of(
         tmp_path,
-        model="gemma4",
+        model=CHARACTERS[pre],
+        pre=pre,
         tokens=names,
         token_type=types,
         merges=[" ".join(m) for m in merges],
@@ -358,7 +464,8 @@ def test_tokens_equal_those_of_gemma4_s_pipeline(tmp_path: Path) -> None:
         add_bos_token=False,
     )
     require_equal(own, lambda text: other.encode(text, add_special_tokens=False).ids, 10)
-    assert own.encode("a\n\n\nb") == [2, *own.encode("a\n\n\nb", add_bos=False)], "always begins a text, whatever the file says"
+    if CHARACTERS[pre] == "gemma4":
+        assert own.encode("a\n\n\nb") == [2, *own.encode("a\n\n\nb", add_bos=False)], "always begins a text, whatever the file says"
     assert own.decode(own.encode("Ünïcode 😀 tab\t\n")) == "Ünïcode 😀 tab\t\n"
 
 
@@ -384,3 +491,26 @@ def test_rwkv_takes_the_longest_token_at_each_place(tmp_path: Path) -> None:
     require_equal(own, encode, 13)
     for text in generated(14, 500):
         assert own.decode(own.encode(text)) == text
+
+
+# --- none is without a judge
+
+JUDGES: Mapping[str, Any] = {
+    "gpt2": test_tokens_equal_those_of_a_published_pipeline,
+    "llama": test_tokens_equal_those_of_sentencepiece,
+    "gemma4": test_tokens_equal_those_of_gemma4_s_pipeline,
+    "bert": test_tokens_equal_those_of_wordpiece,
+    "t5": test_tokens_equal_those_of_a_unigram_model,
+    "rwkv": test_rwkv_takes_the_longest_token_at_each_place,
+}
+"""`tokenizer.ggml.model` -> the test that judges it."""
+
+
+def test_every_supported_vocabulary_has_a_judge() -> None:
+    assert JUDGES.keys() == KINDS.keys()
+
+
+def test_every_way_to_cut_has_a_judge() -> None:
+    """A name is judged by its own pipeline, or by that of a name that cuts the same way. Texts are judged without the token before them."""
+    judged = {replace(PRE_TOKENIZERS[name], add_bos=False) for name in (*PIPELINES, *CHARACTERS)}
+    assert [name for name, pre in PRE_TOKENIZERS.items() if replace(pre, add_bos=False) not in judged] == []
