@@ -19,7 +19,7 @@ help:
 	@echo "make mutants plant faults in a copy of the sources, each must fail a case of the quick suite (MUTANTS='norm-eps -j 1')"
 	@echo "make lint    ruff (checks and format) and mypy"
 	@echo "make smoke   every command of the documents once, cut down to seconds (SMOKE='run --encoding cp1252')"
-	@echo "make windows as root: CPython for Windows under Wine runs the commands and most tests (WINDOWS='--only smoke')"
+	@echo "make windows as root: CPython for Windows under Wine: run, chat, serve, vkbench, tune, key tests, the quick suite (WINDOWS='--all': over an hour)"
 	@echo "make arm     as root: Debian for 64-bit Arm, emulated by qemu, runs tests, ops and a first start (ARM='--only tests')"
 	@echo "make lab     as root: the compilers of AMD, Qualcomm, Apple and NVK on our kernels, and two more CPU drivers (LAB='--only table --chips amd:navi31')"
 	@echo "make prebuilt  shaders/prebuilt: the SPIR-V that needs a glslc with cooperative matrices (shaderc 2024 or newer)"

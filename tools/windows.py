@@ -1,13 +1,17 @@
 """vkback on CPython for Windows, under Wine on Linux: `make windows`. Shows faults that only Windows has, without a Windows machine.
 
-    python tools/windows.py [--root DIR] [--only smoke|start|ops|tests]      build what is missing, then all four, or one
+    python tools/windows.py [--root DIR]                                     build what is missing, then the short list
+    python tools/windows.py --all                                            all commands, the first start and all tests, too: over an hour
+    python tools/windows.py --only smoke|start|ops|tests                     one of these, whole
     python tools/windows.py --tests tests/cli tests/unit/test_gguf.py        pytest of these
     python tools/windows.py --run -m vkback devices                          what stands behind it goes to python.exe
 
-smoke   every command of the documents, cut down to seconds (tools/smoke.py), among them run, chat, serve, vkbench and tune
+smoke   every command of the documents, cut down to seconds (tools/smoke.py); of the short list those of COMMANDS: devices, run, chat,
+        serve, vkbench, tune
 start   the first start of the wheel with empty caches (tools/first_start.py)
+tests   pytest of tests/unit, tests/cli and tests/tools, without the tests marked exhaustive; of the short list KEY_TESTS, about what
+        Windows does otherwise; what is skipped is printed with its reason
 ops     the quick suite of the ops
-tests   pytest of tests/unit, tests/cli and tests/tools, without the tests marked exhaustive; what is skipped is printed with its reason
 
 As root on Debian or Ubuntu; the first time takes about 5 minutes and 2.5 GB. Debian 13 goes into a folder, with its Wine 10, Mesa and
 MinGW. CPython's signed DLLs and modules for Windows come from the wheel of panda3d, which has them, the rest of its library from Debian's
@@ -42,6 +46,18 @@ FOR_WINDOWS = ("colorama", "tzdata")
 
 HOME = "/opt/windows"
 TESTS = ("tests/unit", "tests/cli", "tests/tools")
+KEY_TESTS = ("tests/unit/test_systems.py", "tests/unit/test_home.py", "tests/cli/test_streams.py", "tests/cli/test_hub.py")
+"""Systems' names and hints, folders, streams in a code page, a cache without symbolic links."""
+COMMANDS = (
+    "vkback devices",
+    "vkback run -p It was a dark and stormy night -n",
+    "vkback run -hf",
+    "vkback chat -m model.gguf -n",
+    "vkback serve -m model.gguf --port",
+    "vkbench tg4 pp8 -m MODEL --save",
+    "vkback tune --op gemm",
+)
+"""Of the documents' commands, as tools/smoke.py cuts them down, those of the short list."""
 
 PYTHON_EXE = """
 #include <windows.h>
@@ -165,8 +181,10 @@ def for_windows() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("/var/tmp/vkback-windows"))
-    parser.add_argument("--only", choices=("smoke", "start", "ops", "tests"))
-    parser.add_argument("--tests", nargs="+", metavar="PATH")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true")
+    which.add_argument("--only", choices=("smoke", "start", "ops", "tests"))
+    which.add_argument("--tests", nargs="+", metavar="PATH")
     parser.add_argument("--run", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     args = parser.parse_args()
     try:
@@ -179,17 +197,18 @@ def main() -> int:
         if args.run:
             return 0 if root.run(*args.run) else 1
         only = "tests" if args.tests else args.only
+        short = only is None and not args.all
         failed = []
-        if only in (None, "smoke") and not root.run("tools/smoke.py"):
+        if only in (None, "smoke") and not root.run("tools/smoke.py", *(COMMANDS if short else ())):
             failed.append("smoke")
-        if only in (None, "start") and not root.run(f"{SOURCE}/tools/first_start.py", "--installed", folder="/tmp"):
+        if (args.all or only == "start") and not root.run(f"{SOURCE}/tools/first_start.py", "--installed", folder="/tmp"):
             failed.append("start")
-        if only in (None, "ops") and not root.run("-m", "vkback", "test-ops", "-j", "2"):
-            failed.append("ops")
         if only in (None, "tests") and not root.run(
-            "-m", "pytest", "-m", "not exhaustive", "-p", "no:cacheprovider", "-rs", *(args.tests or TESTS)
+            "-m", "pytest", "-m", "not exhaustive", "-p", "no:cacheprovider", "-rs", *(args.tests or (KEY_TESTS if short else TESTS))
         ):
             failed.append("tests")
+        if only in (None, "ops") and not root.run("-m", "vkback", "test-ops", "-j", "2"):
+            failed.append("ops")
         print(f"windows: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
         return 1 if failed else 0
     except RootError as e:

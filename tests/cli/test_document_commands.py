@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from tools import smoke
-from tools.documents import commands
+from tools.documents import ROOT, commands
 from tools.smoke import FailedError, LeftOutError, Shell, Step, cut, environment, judged, steps
 from vkback.cli import main, vkbench
 
@@ -52,6 +53,14 @@ def test_every_command_of_the_program_is_among_them() -> None:
     run = {step.argv[1] for step in ALL if step.argv[0] == "vkback"}
     assert run == set(main.COMMANDS)
     assert {step.argv[1] for step in ALL if step.argv[0] == "vkbench"} >= set(vkbench.COMMANDS)
+
+
+def test_the_short_list_of_make_windows_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    windows = importlib.import_module("windows")
+    for words in windows.COMMANDS:
+        assert any(smoke.chosen(step, [words]) for step in ALL), words
+    assert all((ROOT / name).is_file() for name in windows.KEY_TESTS)
 
 
 def test_cuts_stand_in_the_place_of_a_documents_options() -> None:
