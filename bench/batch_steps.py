@@ -9,6 +9,8 @@ read rate.
 
 --stages     a line for each kind of stage: microseconds of all layers together, how many, and of one, with barriers between all stages
 --registers  and what the driver makes of one kernel of each kind
+--experts    columns by the same experts in all layers as the tables': how many, and the NMSE of their logits and of the others'. A column
+             of other experts, where two of a router's logits lie closer than rounding moves them, is off by 1e-2
 --only TEXT  variants get no lines of stages but those of kinds that have the text
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
@@ -108,6 +111,17 @@ class Step:
         count = self.schedule.tensors()[LOGITS].elements  # a range of memory ends later
         return self.device.download(self.program.range(LOGITS), np.float32)[:count]
 
+    def experts(self) -> Array:
+        """The experts of each column, sorted, I32 [layers, n, n_used]: memory is used again later, so of runs up to each choice."""
+        found = []
+        for i, stage in enumerate(self.schedule.stages):
+            for tensor in (a.tensor for d in stage for a in d.args if "w" in a.access and re.fullmatch(r"ffn_moe_topk-\d+", a.tensor.name)):
+                until = self.program.record("experts", part=range(i + 1), barriers=True)
+                self.device.submit([self.spoil, until]).wait()
+                ids = self.device.download(self.program.range(tensor.name), np.int32)[: tensor.elements]
+                found.append(np.sort(ids.reshape(tensor.shape), axis=-1))
+        return np.array(found)
+
     def kinds(self) -> dict[str, tuple[float, int]]:
         """Microseconds of all stages of a kind together, with a barrier behind every stage, and how many they are."""
         stamped = self.program.record("stages", timestamps=True)
@@ -125,6 +139,13 @@ class Step:
     def nbytes(self) -> int:
         """What a step reads at least, as its dispatches forecast it."""
         return sum(d.nbytes for d in self.schedule.dispatches())
+
+
+def show_experts(step: Step, tables: Step) -> None:
+    same = (step.experts() == tables.experts()).all(axis=(0, 2))
+    logits, wanted = (s.logits().reshape(len(same), -1) for s in (step, tables))
+    sides = [f"{which.sum()} NMSE {nmse(logits[which], wanted[which]):.1e}" if which.any() else "none" for which in (same, ~same)]
+    print(f"    columns by the same experts as the tables': {sides[0]}; the others: {sides[1]}")
 
 
 def show_kinds(step: Step, only: str = "") -> None:
@@ -156,6 +177,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--registers", action="store_true")
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--only", help="show stages of variants, too: of kinds with this text")
     args = parser.parse_intermixed_args()
     model, library = Model.open(args.model), ShaderLibrary()
@@ -192,6 +214,8 @@ def main() -> None:
             print(f"{n:3} sequences {us:9.1f} us, {free}, NMSE {error:7.1e}{timed_out}  {text or 'tables'}", flush=True)
             if text.startswith(UNORDERED):
                 continue
+            if args.experts and text:
+                show_experts(step, steps[n, ""])
             if args.stages and not text:
                 print(f"    bytes of all stages {step.nbytes() / 1e9:.2f} GB, {step.nbytes() / rate / 1e3:.0f} us")
                 show_kinds(step)
