@@ -117,7 +117,8 @@ th, td { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; }
 .bar { display: inline-block; height: .7em; background: var(--bar); vertical-align: baseline; }
 pre { font: 12px/1.25 ui-monospace, monospace; overflow-x: auto; }
-svg { width: 100%; height: auto; }
+svg { width: 100%; min-width: 640px; height: auto; }
+.wide { overflow-x: auto; } td { white-space: nowrap; }
 summary { cursor: pointer; }
 """
 
@@ -125,10 +126,12 @@ summary { cursor: pointer; }
 def html(facts: Facts, whole: Listing, shown: Listing) -> Iterator[str]:
     """One page that needs nothing else: totals, where reads and products go, temporary storage as a picture, and the listing by layers."""
     title = escape(f"{facts['description']}, {_tokens(facts)}, {facts['n_kv']} rows of cache in use")
-    yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style></head><body>'
+    yield '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    yield f"<title>{title}</title><style>{STYLE}</style></head><body>"
     yield f"<h1>{title}</h1>"
     yield f"<p>Peak of temporary storage: {whole.peak} bytes. Read: {size_text(whole.cost.get('read', 0))}.</p>"
-    yield "<h2>Where it goes</h2><table><tr><th>node</th>" + "".join(f"<th>{kind}</th>" for kind in KINDS) + "<th>share of reads</th></tr>"
+    heads = "".join(f"<th>{kind}</th>" for kind in KINDS)
+    yield f'<h2>Where it goes</h2><div class="wide"><table><tr><th>node</th>{heads}<th>share of reads</th></tr>'
     most = max(whole.cost.get("read", 0), 1)
     rows = [("all", whole.cost), *shares(whole)]
     for name, cost in rows:
@@ -140,8 +143,8 @@ def html(facts: Facts, whole: Listing, shown: Listing) -> Iterator[str]:
         parts.setdefault(line.layer, []).append(line)
     peak = max(parts.values(), key=lambda lines: max(line.alive for line in lines), default=[])
     where = "outside the layers" if not peak or peak[0].layer is None else f"of layer {peak[0].layer}"
-    yield f"</table><h2>Temporary storage alive at the nodes {where}, where it is largest</h2>"
-    yield _picture(peak)
+    yield f"</table></div><h2>Temporary storage alive at the nodes {where}, where it is largest</h2>"
+    yield f'<div class="wide">{_picture(peak)}</div>'
     yield "<h2>Nodes</h2>"
     for layer, lines in parts.items():
         part = Listing(tuple(lines), shown.n_lanes)

@@ -110,6 +110,6 @@ def picture(found: Course) -> str:
         for (name, _, pen), growth in zip(lines, found.growth, strict=True)
     )
     return (
-        f'<div class="legend">{legend}</div><div class="zoom"><svg viewBox="0 0 1120 290" width="100%" style="min-width:640px" role="img" '
+        f'<div class="legend">{legend}</div><div class="zoom"><svg viewBox="0 0 1120 290" width="100%" role="img" '
         f'aria-label="milliseconds over rows of the cache">{"".join(parts)}</svg></div>'
     )

@@ -58,6 +58,7 @@ th:first-child, td:first-child, .left { text-align: left; } tbody tr:hover { bac
 .tree .head { font-weight: 600; color: #5b6475; } .bar { background: #e8ecf3; height: 9px; margin-top: 6px; border-radius: 2px; }
 .bar div { height: 9px; border-radius: 2px; background: #3b6fb6; } svg text { font: 11px system-ui, sans-serif; fill: #475063; }
 input[type=range] { width: 220px; vertical-align: middle; } .zoom { overflow-x: auto; }
+.zoom .wide, .zoom > svg { min-width: 640px; }
 .ticks { position: relative; height: 16px; font-size: 11px; color: #5b6475; }
 """
 
@@ -342,7 +343,7 @@ def roofline(phase: Phase, profile: Profile) -> str:
     heads = ("kernels of all layers", "of the time", "GB/s", "% of read rate", "GFLOPS", "operations a byte", "% of the roof")
     head = "".join(f"<th>{h}</th>" for h in heads)
     return (
-        f'<svg viewBox="0 0 1120 392" width="100%" role="img" aria-label="roofline">{"".join(parts)}</svg>'
+        f'<div class="zoom"><svg viewBox="0 0 1120 392" width="100%" role="img" aria-label="roofline">{"".join(parts)}</svg></div>'
         f'<div class="scroll legends"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(f'{row}</tr>' for row in rows)}</tbody></table></div>"
     )

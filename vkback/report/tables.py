@@ -73,7 +73,8 @@ def page(parts: Sequence[tuple[str, pd.DataFrame, Collection[str]]], title: str)
     style = (
         ":root{color-scheme:light dark}body{font:15px/1.4 system-ui,sans-serif;margin:2rem}table{border-collapse:collapse;"
         "font-variant-numeric:tabular-nums}th,td{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8886}.left{text-align:left}"
-        "td:not(.left){white-space:nowrap}div{overflow-x:auto}"
+        "td,th{white-space:nowrap}td.long{white-space:normal;min-width:min(22rem,55vw)}div{overflow-x:auto}"
+        "@media(max-width:600px){body{margin:1rem}h1{font-size:1.4rem}}"
     )
     body = "\n".join(f"{f'<h2>{escape(heading)}</h2>' if heading else ''}{_table(cells, left)}" for heading, cells, left in parts)
     return (
@@ -82,11 +83,20 @@ def page(parts: Sequence[tuple[str, pd.DataFrame, Collection[str]]], title: str)
     )
 
 
+LONGEST = 60
+"""Characters of a cell on a page that stay in one line, however narrow the window: names, days and speeds are not cut."""
+
+
 def _table(cells: pd.DataFrame, left: Collection[str]) -> str:
     sides = [" class=left" * (name in left) for name in cells]
+
+    def cell(side: str, text: str) -> str:
+        held = ' class="left long"' if side and len(text) > LONGEST else side
+        return f"<td{held}>{escape(text)}</td>"
+
     heads = "".join(f"<th{side}>{escape(str(name))}</th>" for side, name in zip(sides, cells, strict=True))
     rows = "".join(
-        "<tr>" + "".join(f"<td{side}>{escape(text)}</td>" for side, text in zip(sides, row, strict=True)) + "</tr>\n"
+        "<tr>" + "".join(cell(side, text) for side, text in zip(sides, row, strict=True)) + "</tr>\n"
         for row in cells.itertuples(index=False)
     )
     return f"<div><table><tr>{heads}</tr>\n{rows}</table></div>"
