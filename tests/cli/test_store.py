@@ -370,6 +370,29 @@ def test_bars_of_a_comparison(store: Path, tmp_path: Path, monkeypatch: pytest.M
     assert imread(file).shape[1] == 1320
 
 
+def test_bars_have_whole_names_and_all_columns(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are an optional extra: pip install vkback[pictures]")
+    from vkback.report.bench_plot import BEFORE, BESIDE, SLOWER, Bar, draw
+
+    case = "MUL_MAT_ID(type_a=q4_K,type_b=f32,n_mats=8,n_used=2,b=1,m=40,n=32,k=256,amax=1.000000,m_v=0,tuning=[wg:64],seed=7)"
+    bars = [
+        Bar(case, (100.0, 1.0), (90.0, 1.0), True, "10.00 → 9.00", {"CUDA (RTX 3090)": (130.0, 2.0)}),
+        Bar("llama 8B tg128", (100.0, 1.0), (90.0, 1.0), True, "10.00 → 9.00"),
+    ]
+    file = tmp_path / "bars.svg"
+    with pytest.MonkeyPatch.context() as patch:
+        import matplotlib
+
+        patch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
+        draw(bars, file, "title")
+    text = file.read_text(encoding="utf-8")
+    shown = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", text)).replace(" ", "")
+    assert case in shown and "CUDA(RTX3090)" in shown and "…" not in shown
+    assert {shade: text.count(f"fill: {shade}") - 1 for shade in (BEFORE, SLOWER, BESIDE[0])} == {BEFORE: 2, SLOWER: 2, BESIDE[0]: 1}, (
+        "bars, beside the legend's patch"
+    )
+
+
 def test_tables_fit_a_terminal() -> None:
     cells = pd.DataFrame([{"where": "a card " * 20, "model": "x" * 60, "test": "tg128", "t/s": "1.00 ± 0.10"}] * 2)
     lines = tables.terminal(cells, ["model", "test"], group="where")
