@@ -462,3 +462,26 @@ def test_the_published_tables_come_out_of_their_text(monkeypatch: pytest.MonkeyP
     assert not [r for r, k in zip(without, known, strict=True) if r["beats_noise"] and not k["beats_noise"]]
     (rocm, *_) = known
     assert (rocm["ROCm_ts"], rocm["before_ts"], rocm["after_ts"]) == (63.49, 71.4, 83.84)
+
+
+def test_history_reads_a_pasted_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "thread.txt"
+    path.write_text(PASTED, encoding="utf-8")
+    records = json.loads(printed(monkeypatch, capsys, "history", str(path), "--json"))
+    assert [(r["device"], r["what"], r["commit"], r["mean"], r["n"], r["beats_noise"]) for r in records] == [
+        ("NVIDIA GeForce RTX 4070", "gpt-oss 20B MXFP4 MoE", "5d8bb900b", 37.22, 10, None),
+        ("NVIDIA GeForce RTX 4070", "gpt-oss 20B MXFP4 MoE", "after", 41.86, 10, True),
+        ("NVIDIA GeForce RTX 4070", "llama 3B Q8_0", "5d8bb900b", 125.48, 10, None),
+        ("NVIDIA GeForce RTX 4070", "llama 3B Q8_0", "after", 125.95, 10, False),
+        ("Intel A770", "llama 8B Q2_K - Medium", "before", 29.9, 10, None),
+        ("Intel A770", "llama 8B Q2_K - Medium", "after", 44.53, 10, True),
+    ]
+    assert "+48.9% *" in printed(monkeypatch, capsys, "history", str(path), "--device", "A770")
+    published_ones = json.loads(printed(monkeypatch, capsys, "history", str(DATA / "before_after_tables.txt"), "-r", "5", "--json"))
+    assert sum(r["commit"] == "after" for r in published_ones) == sum(r["commit"] == "before" for r in published_ones) == 110
+    assert all(r["n"] == 5 for r in published_ones), "rows of two tables were taken together"
+    assert {r["device"] for r in published_ones} >= {"AMD Radeon Pro VII", "AMD Radeon Pro VII, ROCm"}
+    path.write_text("no table\n", encoding="utf-8")
+    assert "no table of llama-bench or vkbench in it" in printed(monkeypatch, capsys, "history", str(path), code=2)
+    path.write_bytes(b"\xff\xfe")
+    assert "not a text in UTF-8" in printed(monkeypatch, capsys, "history", str(path), code=2)

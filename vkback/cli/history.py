@@ -1,4 +1,4 @@
-"""vkback history: what a store of results tells over time."""
+"""vkback history: what a store of results, or a text with tables of them, tells over time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ FORMATS = ("table", "md", "csv", "html", "json")
 
 
 def history(
-    store: Annotated[Path, typer.Argument(help="File that vkbench --store or test-ops perf --store appends to.")],
+    store: Annotated[
+        Path, typer.Argument(help="File that vkbench --store or test-ops perf --store appends to; or a text with tables of speeds.")
+    ],
     device: Annotated[str | None, typer.Option("--device", help="Part of the device's name.")] = None,
     driver: Annotated[str | None, typer.Option("--driver", help="Part of the driver's name and version.")] = None,
     model: Annotated[str | None, typer.Option("-m", "--model", help="Part of the model's description; of ops, of the op's name.")] = None,
@@ -24,21 +26,34 @@ def history(
     ops: Annotated[bool, typer.Option("--ops", help="Timed ops in place of models.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help=", ".join(FORMATS))] = "table",
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+    repetitions: Annotated[
+        int | None, typer.Option("-r", "--repetitions", min=1, help="Of a text that does not say: the repetitions behind each speed.")
+    ] = None,
 ) -> None:
     """Show every test of a store on every device and driver, build by build, with the change against the build before and whether it beats
-    the noise."""
+    the noise. Tables of llama-bench or vkbench as pasted from a thread are read, too: builds in the order of the text."""
     from vkback.report import history as report
     from vkback.report import tables
+    from vkback.report.result_table import ReportError
     from vkback.report.store import Store, is_store
 
     one_of(output, FORMATS, "-o")
     form = "json" if as_json else output
     if not store.is_file():
         raise UsageError(f"{store}: {'is a folder' if store.is_dir() else 'no such file'}; vkbench --store FILE makes a store")
-    if not is_store(store):
-        raise UsageError(f"{store}: not a store of results; expected a file that vkbench --store made")
-    with Store(store) as opened:
-        points = report.of_ops(opened.ops()) if ops else report.of_bench(opened.bench())
+    if is_store(store):
+        if repetitions is not None:
+            raise UsageError("-r is for a text with tables; a store knows its repetitions")
+        with Store(store) as opened:
+            points = report.of_ops(opened.ops()) if ops else report.of_bench(opened.bench())
+    else:
+        try:
+            points = report.of_text(store.read_text(encoding="utf-8"), repetitions)
+        except (ReportError, ValueError) as e:
+            raise UsageError(
+                f"{store}: not a store of results: {'not a text in UTF-8' if isinstance(e, UnicodeDecodeError) else e}; "
+                "expected a file that vkbench --store made, or a text with tables of speeds"
+            ) from e
     wanted = {"device": device, "driver": driver, "what": model, "test": test, "commit": commit}
     shown = report.select(points, wanted, since=since, last=last)
     if form == "table":

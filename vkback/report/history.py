@@ -10,7 +10,8 @@ import pandas as pd
 
 from vkback.report import compare_ops, tables
 from vkback.report.bench_table import speed_text
-from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, pooled
+from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, frame_of, pooled
+from vkback.report.pasted import SIDES, columns_of, pasted_tables
 from vkback.report.result_table import ReportError
 from vkback.report.settings import test_names, texts, unlike
 
@@ -58,6 +59,33 @@ def of_bench(rows: pd.DataFrame) -> list[Point]:
     named = [t + e for t, e in zip(names, extra, strict=True)]
     keyed = rows.assign(device=rows["gpu_info"], what=rows["model_type"], test=named, unit="t/s")
     return list(_points(keyed, lambda group: pooled(group, skip_first=False)))
+
+
+def of_text(text: str, repetitions: int | None = None) -> list[Point]:
+    """Points of the tables of speeds that a text holds (vkback/report/pasted.py), in its order. A build is called as the text says: by its
+    commit, else "before" or "after"; tables that say nothing are "table 1" and so on. Other columns, as t/s (ROCm), are devices of their
+    own, and so is a second table of before and after of one device. Raises ReportError for a text without tables, ValueError for cells
+    that are none.
+
+    repetitions  behind each speed, where the text does not say
+    """
+    frames, seen = [], dict[tuple[str, str], list[tuple[str, int]]]()
+    for number, table in enumerate(pasted_tables(text), 1):
+        for name, column in columns_of(table).items():
+            device = (column.device or "a device") + (f", {name}" if name and name not in SIDES else "")
+            commit = column.build[0] if column.build else name if name in SIDES else f"table {number}"
+            if not column.build and name:
+                here = ("block", table.block) if table.side else ("table", number)
+                places = seen.setdefault((device, commit if name in SIDES else ""), [])
+                if here not in places:
+                    places.append(here)
+                device += f", table {places.index(here) + 1}" if places.index(here) else ""
+                commit = name
+            about = {"gpu_info": device, "driver_info": None, "build_commit": commit, "test_time": ""}
+            frames.append(frame_of(column, repetitions).assign(**about))
+    if not frames:
+        raise ReportError("no table of llama-bench or vkbench in it")
+    return of_bench(pd.concat(frames, ignore_index=True))
 
 
 def of_ops(rows: pd.DataFrame) -> list[Point]:

@@ -115,14 +115,19 @@ def _cells(line: str, names: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, [match["model"], match["size"], match["params"], *settings, match["test"], *speeds], strict=True))
 
 
+def columns_of(table: PastedTable) -> dict[str, PastedTable]:
+    """A table for each column of speeds, by its name: "before", "after", "ROCm"; "" where the one column says t/s alone."""
+    named = [name for name in table.rows[0] if name.startswith("t/s (")]
+    return {name[5:-1]: _column(table, name[5:-1]) for name in named} or {table.side: table}
+
+
 def pairs_of(tables: Sequence[PastedTable]) -> Iterator[tuple[str, dict[str, list[PastedTable]]]]:
     """Tables of one device that belong together, by column: "before", "after", and what others are called. Those of a block "before:" go
     with those of the block behind it."""
     seen: set[tuple[int, str]] = set()
     for table in tables:
         if any(f"t/s ({side})" in table.rows[0] for side in SIDES):
-            names = [name[5:-1] for name in table.rows[0] if name.startswith("t/s (")]
-            yield table.device, {name: [_column(table, name)] for name in names}
+            yield table.device, {name: [column] for name, column in columns_of(table).items()}
         elif table.side == "before" and (table.block, table.device) not in seen:
             seen.add((table.block, table.device))
             before, after = (
