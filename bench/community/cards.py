@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from vkback.report import tables
-from vkback.report.community import cards, read
+from vkback.report.community import CARDS_LEFT, cards, read
 from vkback.report.result_table import ReportError
 
 
@@ -22,7 +22,7 @@ def main(names: list[str]) -> int:
             right.append(file)
         except ReportError as e:
             wrong.append(str(e))
-    print("\n".join(tables.markdown(cards(right), ("device", "driver", "model", "build"))))
+    print("\n".join(tables.markdown(cards(right), CARDS_LEFT)))
     print("\n".join(wrong), file=sys.stderr)
     return bool(wrong)
 

@@ -10,9 +10,12 @@ import pytest
 from device_kit import profile
 from typer.testing import CliRunner
 
+from vkback.autotune.share import share
 from vkback.cli import vkbench, vkbench_submit
-from vkback.report.community import cards, read, submission
+from vkback.report import tables
+from vkback.report.community import CARDS_LEFT, cards, read, submission
 from vkback.report.result_table import ReportError
+from vkback.tuning.lookup import device_table
 
 CAPS = profile("amd_rx_7900_xtx_radv", uuid="00000000-0000-0000-0000-00000000000a")
 ROW = {
@@ -62,6 +65,30 @@ def test_what_is_wrong_in_a_file_is_named(change: dict[str, Any], said: str, tmp
     with pytest.raises(ReportError) as e:
         read(file)
     assert said in str(e.value) and str(file) in str(e.value)
+
+
+def test_what_tuning_shares_is_read_and_tells_nobody_s_name(tmp_path: Path) -> None:
+    table = tmp_path / device_table(CAPS)
+    table.write_text("[[gemv]]  # from /home/somebody/tuned\n", encoding="utf-8")
+    line = {"task": "MUL_MAT", "from": "/home/somebody/x", "uuid": CAPS.uuid}
+    table.with_suffix(".journal").write_text(json.dumps(line) + "\n{cut", encoding="utf-8")
+    file = tmp_path / "shared.json"
+    share(CAPS, REPORT, tmp_path, file)
+    text = file.read_text(encoding="utf-8")
+    assert "somebody" not in text and CAPS.uuid not in text and "[[gemv]]" in text
+    found = read(file)
+    assert found["journal"] == [{"task": "MUL_MAT", "from": "~", "uuid": ""}] and found["device"]["name"] == CAPS.name
+    assert cards([file]).empty, "without results there is no row"
+
+
+def test_the_page_of_cards_holds_what_the_files_say() -> None:
+    """docs/cards.md has the table that bench/community/cards.py prints."""
+    root = Path(__file__).parents[2]
+    files = sorted((root / "bench/community").glob("*.json"))
+    page = (root / "docs/cards.md").read_text(encoding="utf-8")
+    held = [line for line in page.splitlines() if line.startswith("|")]
+    assert held == (tables.markdown(cards(files), CARDS_LEFT) if files else []), "run: python bench/community/cards.py"
+    assert ("Nobody has sent one yet" in page) is not bool(files)
 
 
 @pytest.mark.vulkan

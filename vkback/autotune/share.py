@@ -1,15 +1,15 @@
-"""One file to send: what a device is, and what tuning found on it."""
+"""One file to send: what a device is, and what tuning found on it. It tells no UUIDs and no home folders."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from vkback.autotune.search import SweepError
 from vkback.device import Capabilities
-from vkback.paths import home_dir, new_file_or
+from vkback.paths import new_file_or
+from vkback.report.community import without_names
 from vkback.tuning.lookup import device_table
 
 SHARE_FORMAT = 1
@@ -27,22 +27,16 @@ def shared(caps: Capabilities, report: str, folder: Path) -> dict[str, Any]:
     lines = []
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(line))
+            lines.append(json.loads(without_names(line)))
         except ValueError:  # cut short with the run that wrote it
             continue
     return {
         "format": SHARE_FORMAT,
-        "device": caps.to_dict(),
-        "report": without_home(report),
+        "device": {**caps.to_dict(), "uuid": "", "driver_uuid": ""},
+        "report": without_names(report),
         "journal": lines,
-        "table": table.read_text(encoding="utf-8") if table.exists() else "",
+        "table": without_names(table.read_text(encoding="utf-8")) if table.exists() else "",
     }
-
-
-def without_home(text: str) -> str:
-    """A text whose paths begin with ~ in the place of the home folder, which tells a name."""
-    home = str(home_dir())
-    return re.sub(rf"{re.escape(home)}(?=[/\\\\]|$)", "~", text, flags=re.MULTILINE) if len(home) > 1 else text
 
 
 def share(caps: Capabilities, report: str, folder: Path, file: Path) -> None:

@@ -47,7 +47,7 @@ def submission(
 def without_names(text: str) -> str:
     """A text without home folders and UUIDs."""
     home = str(home_dir())
-    text = text.replace(home, "~") if len(home) > 1 else text
+    text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
     text = PERSONAL.sub("~", text)
     return re.sub(r"\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b", "", text)
 
@@ -77,6 +77,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 COLUMNS = ("device", "driver", "model", "test", "t/s", "t/s/W", "suite", "build")
+CARDS_LEFT = ("device", "driver", "model", "build")
+"""Columns that are aligned left."""
 
 
 def cards(files: Sequence[Path]) -> pd.DataFrame:
