@@ -267,13 +267,13 @@ def test_a_state_of_another_model_or_setting_is_refused(model: vkback.LoadedMode
     session.save(tmp_path / "state")
     own = dict(model.settings)
     with monkeypatch.context() as patch:
-        patch.setattr(type(model), "settings", {**own, "act": "q8_1", "ctx": 64})
+        patch.setattr(type(model), "settings_of", lambda *_: {**own, "act": "q8_1", "ctx": 64})
         with pytest.raises(StateError, match=r"ctx: 128, here 64; act: f32, here q8_1\. Use the same settings, or exact=False"):
             model.session().load(tmp_path / "state")
         loose = model.session()
         loose.load(tmp_path / "state", exact=False)
         assert loose.tokens == session.tokens
-        patch.setattr(type(model), "settings", {**own, "model": "0", "name": "other.gguf"})
+        patch.setattr(type(model), "settings_of", lambda *_: {**own, "model": "0", "name": "other.gguf"})
         with pytest.raises(StateError, match=r"is of another model, demo-dense-Q4_K_M\.gguf; this one is other\.gguf"):
             model.session().load(tmp_path / "state", exact=False)
 
@@ -617,10 +617,11 @@ def test_a_profile_has_a_phase_for_the_prompt_and_one_for_the_tokens(model: vkba
     want = session.fork().generate(max_tokens=1).tokens
     found = model.profile(PROMPT, tokens=2)
     assert [phase.name.split()[0] for phase in found.phases] == ["prefill", "decode"]
-    assert found.speeds.tokens == 2 and found.model == model.description
+    heading = model.engine.model.heading
+    assert found.speeds.tokens == 2 and found.model == heading and "6.95M" in heading
     shown = str(found)
     assert shown == "\n".join(report(found)) and "Kernels chosen" in shown and max(map(len, shown.splitlines())) <= 80
-    assert repr(found) == f"<profile of {model.description} on {found.device}: {', '.join(p.name for p in found.phases)}; print() shows it>"
+    assert repr(found) == f"<profile of {heading} on {found.device}: {', '.join(p.name for p in found.phases)}; print() shows it>"
     with monkeypatch.context() as on:
         on.setattr("sys.stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
         print(found, flush=True)
