@@ -126,6 +126,38 @@ def test_variables_of_the_template_and_a_system_message_without_a_place(
 
 
 @pytest.mark.vulkan
+def test_a_conversation_is_mended(
+    commands: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A message of several lines, another reply, a message taken back, another system message."""
+    own = tmp_path / "own"
+    own.write_text("{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}")
+    seen: list[str] = []
+    compose, seeds = chat_template.compose, []
+
+    def noted(*args: Any, **given: Any) -> chat_template.Prompt:
+        seen.append((made := compose(*args, **given)).text)
+        return made
+
+    reply = chat.Conversation._reply
+
+    def with_seed(self: chat.Conversation, text: str) -> None:
+        seeds.append(self.options["seed"])
+        reply(self, text)
+
+    monkeypatch.setattr(chat_template, "compose", noted)
+    monkeypatch.setattr(chat.Conversation, "_reply", with_seed)
+    lines = ["/undo", '"""/one', "", '  two"""', "/retry", "/undo", "/system Be brief.", "three", "/system", "/retry", '"""open', "end"]
+    type_in(monkeypatch, *lines)
+    assert call(monkeypatch, main.main, "chat", "--chat-template", str(own), "-n", "2", "--temp", "1", "-s", "7") == 0
+    err = capsys.readouterr().err
+    assert "/undo: nothing has been said yet" in err and "/system needs a text: /system TEXT" in err
+    assert seen[1:5] == ["[u:/one\n\n  two]"] * 2 + ["[s:Be brief.][u:three]"] * 2
+    assert seen[5].startswith("[s:Be brief.][u:three][a:") and seen[5].endswith("[u:open\nend]")
+    assert seeds == [7, 8, 8, 9, 9] and "vkback: seed 9" in err
+
+
+@pytest.mark.vulkan
 def test_a_conversation_has_a_seed_of_its_own(
     commands: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

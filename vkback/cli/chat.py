@@ -65,15 +65,22 @@ from vkback.terminal import dim
 if TYPE_CHECKING:
     from vkback.api import GenerateOptions, LoadedModel, Stream, Timings
 
-HELP = """\
+HELP = '''\
+"""          begins a message of several lines, and ends it
+/retry       the last message again, with the next seed
+/undo        forget the last message and its reply
+/system TEXT what the model is told before the conversation
 /reset       forget the conversation
 /save FILE   write it to a file, with the model's state
 /load FILE   go on with one from a file
 /stats       tokens and speed of the last reply, and what is left of the context
 /exit        end, as Ctrl-D does; Ctrl-C ends a reply
-//TEXT       a message that begins with a slash"""
+//TEXT       a message that begins with a slash'''
 
 PROMPT = "> "
+CONTINUED = "... "
+"""Before further lines of a message."""
+FENCE = '"""'
 
 SEED_BITS = 31
 
@@ -215,15 +222,16 @@ def told_format(model: LoadedModel, template: str | None) -> str:
 
 
 def messages(interrupts: NotedInterrupts) -> Iterator[str]:
-    """Lines of stdin until its end; on a terminal with a prompt, and Ctrl-C drops the line."""
+    """Lines of stdin until its end, those between two FENCEs as one; on a terminal with a prompt, and Ctrl-C drops what was typed."""
     shown = PROMPT if sys.stdin.isatty() else ""
     if shown:
         with suppress(ImportError):  # Windows has none, and its console edits lines itself
             import readline  # noqa: F401  lines can be edited, and called back
+    fenced: list[str] | None = None
     while True:
         try:
             with interrupts.waiting():
-                line = input(shown) if shown else sys.stdin.readline()
+                line = input(shown if fenced is None else CONTINUED) if shown else sys.stdin.readline()
         except EOFError:
             print()
             return
@@ -231,11 +239,22 @@ def messages(interrupts: NotedInterrupts) -> Iterator[str]:
             if not shown:
                 raise
             print("\n/exit or Ctrl-D ends the program", file=sys.stderr)
+            fenced = None
             continue
-        if not line and not shown:
-            return
+        over = not line and not shown
+        if fenced is None and line.lstrip().startswith(FENCE):
+            fenced, line = [], line.lstrip().removeprefix(FENCE)
+        if fenced is not None:
+            text, fence, _ = line.rstrip("\n").partition(FENCE)
+            fenced.append(text)
+            if not fence and not over:
+                continue
+            line, fenced = "\n".join(fenced), None
+            line = f"/{line.lstrip()}" if line.lstrip().startswith("/") else line  # no command
         if line.strip():
             yield line.strip()
+        if over:
+            return
 
 
 class Conversation:
@@ -315,6 +334,16 @@ class Conversation:
             self.session.reset()
             self.messages = [*self._system]
             self.begin()
+        elif name == "/system":
+            if not rest:
+                raise UsageError("/system needs a text: /system TEXT")
+            spoken = [message for message in self.messages if message["role"] != "system"]
+            self._system = [{"role": "system", "content": rest}]
+            self.messages = [*self._system, *spoken]
+        elif name == "/undo":
+            self._take_back(name)
+        elif name == "/retry":
+            self._retry(name)
         elif name == "/stats":
             print(self.stats(), file=sys.stderr)
         elif name == "/help":
@@ -323,6 +352,27 @@ class Conversation:
             self.ended = True
         else:
             raise UsageError(f"{name}: no such command; /help lists them, and //{name[1:]} is a message that begins with a slash")
+
+    def _retry(self, name: str) -> None:
+        """Another reply to the last message; where it fails the old one stays."""
+        before, asked = self.messages, self._take_back(name)
+        self.options["seed"] = ((self.options.get("seed") or 0) + 1) % (1 << SEED_BITS)
+        if self.options.get("temperature"):
+            print(f"vkback: seed {self.options['seed']}", file=sys.stderr)
+        try:
+            self._reply(asked)
+        except VkbackError:
+            self.messages = before
+            raise
+
+    def _take_back(self, name: str) -> str:
+        """Forget the last message and its reply; the message. Raises UsageError where there is none."""
+        at = next((i for i in reversed(range(len(self.messages))) if self.messages[i]["role"] == "user"), None)
+        if at is None:
+            raise UsageError(f"{name}: nothing has been said yet; expected a message before it")
+        asked: str = self.messages[at]["content"]
+        self.messages = self.messages[:at]
+        return asked
 
     def stats(self) -> str:
         """The last reply in numbers."""
