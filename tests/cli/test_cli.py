@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import typer
 from cli_kit import REPOSITORY, FakeEngine, call
+from device_kit import profile
 from processes import run_program
 
 from vkback.cli import main, shell, vkbench
@@ -343,3 +344,13 @@ def test_the_report_for_bugs_is_json_too(monkeypatch: pytest.MonkeyPatch, capsys
     assert told["build"] == build_info()[0] and told["packages"]["numpy"] and told["devices"][0]["name"] and told["cache"]
     assert call(monkeypatch, main.main, "devices", "--report") == 0
     assert f"build: {told['build']} ({told['build_number']})" in capsys.readouterr().out
+
+
+def test_devices_tell_which_products_are_emulated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    caps = profile("nvidia_h200_linux")
+    emulating = profile("nvidia_h200_linux", int_dot_accelerated=False)
+    monkeypatch.setattr("vkback.device.list_devices", lambda: [caps, emulating])
+    monkeypatch.setattr("vkback.device.instance.free_memory", lambda: [None, None])
+    assert call(monkeypatch, main.main, "devices") == 0
+    _, own, _, other = capsys.readouterr().out.splitlines()
+    assert other == f"{own}; integer dot products are emulated"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,12 +24,14 @@ from cli_kit import REPOSITORY, call
 from processes import new_terminal, run_program, signals_as_usual
 
 from vkback.api import LoadedModel
+from vkback.autotune.driver import Sweep
 from vkback.cli import chat, interrupts, main
 from vkback.cli.interrupts import interruptible, own_interrupts
 from vkback.cli.shell import run
 from vkback.device import Device, KernelSpec
 from vkback.device.queue import Ticket
 from vkback.engine.engine import Engine
+from vkback.harness.output import Console
 from vkback.harness.result import CaseResult
 from vkback.harness.suite import run_in_processes
 from vkback.paths import builtin_model, new_file
@@ -416,3 +420,41 @@ def test_a_server_takes_one_ctrl_c_and_lets_replies_end() -> None:
     ran = run_program([sys.executable, "-c", SERVER, str(port)], timeout=60)
     assert sorted(ran.stdout.splitlines()) == ["all of it", "ended"] and ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr and "ERROR" not in ran.stderr, ran.stderr
+
+
+@pytest.mark.vulkan
+def test_what_was_stopped_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    print_case = Console.add
+    counted: list[CaseResult] = []
+
+    def stopped(self: Any, result: CaseResult) -> None:
+        if len(counted) == 2:
+            raise KeyboardInterrupt
+        counted.append(result)
+        print_case(self, result)
+
+    monkeypatch.setattr(Console, "add", stopped)
+    assert call(monkeypatch, main.main, "test-ops", "-o", "RMS_NORM") == 130
+    err = capsys.readouterr().err
+    assert re.search(r"vkback: stopped: 2 of \d+ cases ran, 0 failed\n", err), err
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sweep, "run", stop)
+    assert call(monkeypatch, main.main, "tune", "--quant", "Q8_0", "--shape", "64x256") == 130
+    assert "vkback: stopped: 0 of 1 GEMVs are finished; --resume goes on with the others" in capsys.readouterr().err
+
+
+@pytest.mark.vulkan
+def test_where_a_device_s_own_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    assert call(monkeypatch, main.main, "tune", "--where") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(str(tmp_path / "device_")) and said.endswith(".toml (not there yet)\n")
+    file = Path(said.removesuffix(" (not there yet)\n"))
+    file.write_text("")
+    assert call(monkeypatch, main.main, "tune", "--where") == 0 and capsys.readouterr().out == f"{file}\n"
+    assert call(monkeypatch, main.main, "tune", "--where", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"table": str(file), "exists": True}

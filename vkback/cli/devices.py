@@ -27,7 +27,8 @@ def devices(
         print(caps.summary_line(index))
         own = max((heap.size for heap in caps.heaps if heap.device_local), default=0)
         left = "" if free is None else f", {size_text(free)} free"
-        print(f"    memory: {size_text(own)}{left}; a buffer holds at most {size_text(caps.largest_buffer)}")
+        emulated = "; integer dot products are emulated" if caps.int_dot and not caps.int_dot_accelerated else ""
+        print(f"    memory: {size_text(own)}{left}; a buffer holds at most {size_text(caps.largest_buffer)}{emulated}")
 
 
 def report_data() -> dict[str, Any]:

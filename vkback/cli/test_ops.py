@@ -229,9 +229,12 @@ def _run(
                 ran.append(result)
                 if kept is not None and result.supported:
                     kept.add_op(fields_of(result, printer.about), result.samples_us or ())
-        except (KeyboardInterrupt, VkbackError):
+        except (KeyboardInterrupt, VkbackError) as e:
             if output != "console":  # what was printed is whole
                 printer.finish()
+            if isinstance(e, KeyboardInterrupt):
+                status.clear()
+                print(f"vkback: stopped: {len(ran)} of {len(cases)} cases ran, {len(printer.tally.failed)} failed", file=sys.stderr)
             raise
         if mode in ("test", "grad") or printer.tally.failed or output != "console":
             printer.finish()

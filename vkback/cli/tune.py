@@ -61,6 +61,9 @@ def tune(
     resume: Annotated[bool, typer.Option("--resume", help="Pass over what an earlier run has finished.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Heatmap file [default: beside the table, if matplotlib is there].")] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print every point.")] = False,
+    where_written: Annotated[
+        bool, typer.Option("--where", help="Tune nothing: print the file that tuning writes, and that a rule of your own goes to.")
+    ] = False,
     share: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tune nothing: write device report, journal and table of earlier runs to one file.")
     ] = None,
@@ -83,6 +86,9 @@ def tune(
     token. gemm is about products of several tokens: which kernel, the GEMV kernels among them, and which tiles. Exit code 1 when a
     kernel computed something wrong.
     """
+    if where_written:
+        _print_where(device, as_json)
+        return
     if share is not None:
         _share(device, output_file(share, "--share"))
         return
@@ -171,6 +177,18 @@ def _share(device: str | None, file: Path) -> None:
     print(f"{file}: {WHERE} It tells device, driver, system, packages, what was timed and the times")
 
 
+def _print_where(device: str | None, as_json: bool) -> None:
+    """The device's own table."""
+    from vkback.device import Device
+    from vkback.paths import user_tuning_root
+    from vkback.tuning.lookup import device_table
+
+    with Device.open(device) as opened:
+        file = user_tuning_root() / device_table(opened.caps)
+    there = file.is_file()
+    print(json.dumps({"table": str(file), "exists": there}, indent=1) if as_json else f"{file}{'' if there else ' (not there yet)'}")
+
+
 def _counts(tokens: str | None) -> tuple[int, ...]:
     """Numbers from `2,4,8`; none where nothing was given."""
     words = [word.strip() for word in tokens.split(",")] if tokens is not None else []
@@ -233,7 +251,12 @@ def _tune(ops: Sequence[str], request: TuneRequest, run: _Run, picture: Path | N
                 tunable = family.make(dataclasses.replace(ctx, tuning=own.tables()))
                 budget = run.budget_s * len(family.tasks) / total
                 sweep = Sweep(tunable, own, rate, budget_s=budget, watcher=family.watch(watcher))
-                results.append(sweep.run(family.tasks, resume=run.resume))
+                try:
+                    results.append(sweep.run(family.tasks, resume=run.resume))
+                except KeyboardInterrupt:
+                    ended = sum(own.journal.finished(task.key) for task in family.tasks)
+                    _waits(f"stopped: {ended} of {len(family.tasks)} {family.noun} are finished; --resume goes on with the others")
+                    raise
                 faults += sweep.faults
         for family, found in zip(families, results, strict=True):
             family.show(found, own)
