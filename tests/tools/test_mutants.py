@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 import pytest
+from processes import run_program
 
 from tools import mutants
 
@@ -96,3 +99,17 @@ def test_two_are_caught_and_what_is_no_fault_survives(tmp_path: Path) -> None:
     assert not fate.by and fate.error == "none of 0 cases failed"
     assert {name: (mutants.ROOT / name).read_bytes() for name in before} == before
     assert all((farm.copies[0] / name).read_bytes() == text for name, text in before.items())
+
+
+@pytest.mark.vulkan
+def test_a_planted_fault_is_said_by_what_wrong_cases_have_in_common(tmp_path: Path) -> None:
+    """`vkback test-ops` on sources with a wrong decoder of Q3_K, among right cases of the other types."""
+    copy = mutants.copy_sources(tmp_path / "copy")
+    of = "type_b=f32,m={m},n=1,k=256,bs=[1,1],nr=[1,1],per=[0,1,2,3],k_v=0,o=1,src_overlap=0,m_v=0,pad=0,seed=7)"
+    lines = [f"MUL_MAT(type_a={quant},{of.format(m=m)}" for quant in ("q3_K", "q4_K", "q8_0") for m in (32, 64)]
+    fault = next(m for m in FAULTS if m.name == "q3_k-scale-offset")
+    with mutants.planted(fault, copy):
+        env = {**os.environ, "PYTHONPATH": str(copy), "VKBACK_TUNING": os.devnull, "VKBACK_CACHE": str(copy / "cache"), "COLUMNS": "160"}
+        ran = run_program([sys.executable, "-m", "vkback.cli.main", "test-ops", *lines], env=env, cwd=copy)
+    assert ran.returncode == 1, ran.stderr
+    assert "In common: all 2 wrong have type_a = Q3_K, as 0 of 4 right" in ran.stdout, ran.stdout
