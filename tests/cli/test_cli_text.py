@@ -275,6 +275,18 @@ def test_run_and_python_make_the_same_of_the_same_options(
         assert made["timings"]["decode_tokens"] == len(want.tokens) and made["timings"]["prompt_tokens"] == len(made["prompt_tokens"])
 
 
+@pytest.mark.vulkan
+def test_run_without_fusion_plans_each_op_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for fusion in ("all", "none"):
+        options = ("-m", "demo-dense", "-n", "4", "--temp", "0", "--act", "f32", "--fusion", fusion)
+        assert call(monkeypatch, main.main, "run", "--json", "It was a dark", *options) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1] != ""
+    assert call(monkeypatch, main.main, "run", "It was a dark", "--fusion", "some") == 2
+    assert "--fusion some: expected one of all, none" in capsys.readouterr().err
+
+
 def test_a_bias_that_is_none_is_named() -> None:
     for wrong in ("7", "a=1", "7=x"):
         with pytest.raises(UsageError, match=f"--logit-bias {wrong}: expected ID=VALUE, as 42=-1.5"):
