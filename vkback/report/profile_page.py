@@ -240,7 +240,7 @@ def _head(profile: Profile) -> str:
         (f"{s.decode_rate:.1f} t/s", "decode"),
         (f"{s.prefill_rate:.0f} t/s", f"prefill of {s.prompt_tokens}"),
         (f"{1e3 * s.ttft_s:.1f} ms", "to the first token"),
-        (f"{s.load_s:.2f} s", f"load, {profile.model_bytes / 2**30:.2f} GiB"),
+        (f"{s.load_s:.2f} s", f"load, {size_text(profile.model_bytes)}"),
         (f"{s.compile_s:.1f} s", f"{s.kernels} kernels, {s.compiled} compiled"),
         (f"{profile.costs.read_gb_s:.1f} GB/s", "read rate"),
         *([(size_text(profile.memory.use.peak), "memory at most")] if profile.memory else []),
