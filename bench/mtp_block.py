@@ -9,7 +9,7 @@ LIKE, whose weights the block has a copy of. The block drafts in each step; what
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -124,5 +124,9 @@ def main(folder: Path, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where files are written, and removed again")
+    parser.add_argument("names", nargs="*", default=["dense-8b-Q4_K_S"], metavar="SHAPE-TYPE")
+    given = parser.parse_args()
     with patch.object(Glm4Moe, "biases", ()):  # dense-8b has none
-        main(Path(sys.argv[1]), sys.argv[2:] or ["dense-8b-Q4_K_S"])
+        main(given.folder, given.names)

@@ -8,7 +8,7 @@ are all wrong.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,4 +69,8 @@ def main(path: Path, sequences: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(n) for n in sys.argv[2:]] or [2, 4, 8, 16])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("sequences", type=int, nargs="*", default=[2, 4, 8, 16])
+    given = parser.parse_args()
+    main(given.model, given.sequences)

@@ -68,7 +68,7 @@ const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = BY_EXPERTS;
 #include "quant/place.glsl"
 #include QUANT_FILE
 #if BY_EXPERTS
-layout(constant_id = 18) const uint EXPECTED_FIRST = 0;  // arrivals of the route (common/arrivals.glsl)
+layout(constant_id = 19) const uint EXPECTED_FIRST = 0;  // arrivals of the route (common/arrivals.glsl)
 uint route_zero = 0;
 #define ROUTE_ZERO route_zero
 #define BIND_FIRST 11

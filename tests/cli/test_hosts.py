@@ -92,7 +92,12 @@ def environment() -> dict[str, str]:
 
 def started(*args: str, module: str = "vkback") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", module, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        [sys.executable, "-m", module, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        env=environment(),
     )
 
 
@@ -206,7 +211,9 @@ def test_perplexity_by_two_workers_is_that_of_one_device() -> None:
     wanted = ["perplexity", "-m", "demo-dense", "-f", str(text), "-c", "32", "--chunks", "5", "-np", "1", "--json", "--device"]
     found = []
     for device in ("0", "0,0"):
-        made = subprocess.run([sys.executable, "-m", "vkback", *wanted, device], capture_output=True, text=True, env=environment())
+        made = subprocess.run(
+            [sys.executable, "-m", "vkback", *wanted, device], capture_output=True, text=True, encoding="utf-8", env=environment()
+        )
         assert made.returncode == 0, made.stderr
         found.append(json.loads(made.stdout))
     assert found[1]["perplexity"] == pytest.approx(found[0]["perplexity"], rel=1e-9), "the same programs, so the same bits"
@@ -219,7 +226,9 @@ def test_perplexity_by_two_workers_is_that_of_one_device() -> None:
 @pytest.mark.vulkan
 def test_vkbench_shares_its_tests() -> None:
     wanted = ["tg4", "pp8", "pp16", "-m", "demo-dense", "-r", "1", "--json", "--read-rate", "0", "--math-rate", "0", "--device", "0,0"]
-    run = subprocess.run([sys.executable, "-m", "vkback.cli.vkbench", *wanted], capture_output=True, text=True, env=environment())
+    run = subprocess.run(
+        [sys.executable, "-m", "vkback.cli.vkbench", *wanted], capture_output=True, text=True, encoding="utf-8", env=environment()
+    )
     assert run.returncode == 0, run.stderr
     assert [(row["n_prompt"], row["n_gen"]) for row in json.loads(run.stdout)] == [(0, 4), (8, 0), (16, 0)]
 

@@ -20,7 +20,11 @@ H200 = ("--profile", "nvidia_h200_linux")
 CASE = "MUL_MAT(type_a=q4_K,m=4096,n=1,k=14336)"
 SMALL = ("-o", "SQR(type=f32,ne=[10,5,4,3])")
 
-WITHOUT_JSON = {"chat": "a conversation: there is nothing to tell but its text", "serve": "it answers in JSON, to clients"}
+WITHOUT_JSON = {
+    "chat": "a conversation: there is nothing to tell but its text",
+    "serve": "it answers in JSON, to clients",
+    "worker": "it runs until it is ended; results go to whoever asked",
+}
 """Commands that have no --json, and why."""
 
 RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -37,6 +41,7 @@ RUNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "compare-bench": (("BEFORE", "AFTER"),),
     "history": (("STORE",),),
     "doctor": (SMALL,),
+    "state-check": (("--prompt-tokens", "4", "-n", "4", "-c", "64"),),
     "cache": ((), ("--part", "pipelines")),
     "explain": ((CASE, *H200), (CASE, *H200, "-v", "--sync", "sentinel")),
     "kernels": (),

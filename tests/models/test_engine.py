@@ -412,8 +412,8 @@ def test_a_device_whose_barrier_free_stages_give_other_bits_gets_barriers(
     want = generated(engines(name))
     decode, calls = TokenPrograms.decode, iter(range(1000))
 
-    def wrong_at_first(self: TokenPrograms, token: int, position: int, commands: Any) -> tuple[Any, bool]:
-        logits, timed_out = decode(self, token, position, commands)
+    def wrong_at_first(self: TokenPrograms, token: int, position: int, commands: Any, **how: Any) -> tuple[Any, bool]:
+        logits, timed_out = decode(self, token, position, commands, **how)
         return logits + (next(calls) == 0), timed_out
 
     monkeypatch.setattr(TokenPrograms, "decode", wrong_at_first)

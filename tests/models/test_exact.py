@@ -36,8 +36,8 @@ COUNTS_OF_TOKENS |= {("ssm/short_conv.comp", "ONE"), ("ssm/short_conv.comp", "ST
 """Columns of a GEMV, of which each has its own sums; tokens whose inputs a scan holds at once, one after the other; whether the kernel of a
 short convolution stores a token's input itself, as that of one token does, or another stage. Its sum is the same."""
 
-BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "gemm_f32/slices.comp")
-"""Kernels that add nothing up but over lanes of a unit: they may have more threads for more tokens."""
+BY_VALUE = ("quantize/quantize.comp", "rows/get_rows.comp", "gemm_f32/slices.comp", "altup/altup.comp")
+"""Kernels that add nothing up but over lanes of a unit, or the streams of a value: they may have more threads for more tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def kernels(dispatches: Iterable[Dispatch]) -> dict[str, Variant]:
-    """By node and source, less what a node of one token has no need of: copies of a part."""
-    return {f"{d.label} {d.kernel.source}": d.kernel for d in dispatches if d.op not in ("CONT", "CPY")}
+    """By node and source, less what a node of one token has no need of: copies of a part, and of a vector for each token."""
+    moves = ("CONT", "CPY", "REPEAT", "CONCAT")
+    return {f"{d.label} {d.kernel.source}": d.kernel for d in dispatches if d.op not in moves}
 
 
 @pytest.mark.parametrize("profile", ["nvidia_h200_linux", "amd_rx_7900_xtx_radv", "llvmpipe_mesa_22_debian12", "broadcom_v3d_7_1_pi5"])

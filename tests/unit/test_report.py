@@ -118,7 +118,7 @@ def test_gb_s_is_for_generation_only() -> None:
 def test_machine_formats_begin_with_llama_bench_s_fields() -> None:
     names = list(LLAMA_8B.row())
     assert " ".join(names).startswith(LLAMA_BENCH_FIELDS + " ")
-    assert names[-4:] == ["gb_s", "percent_of_read", "tflops", "percent_of_math"]
+    assert names[-6:] == ["watts", "gb_s", "percent_of_read", "tflops", "percent_of_math", "ts_per_watt"]
 
 
 PROMPT = replace(

@@ -76,7 +76,9 @@ def opened(tables: Tables, path: Path) -> Model:
 @pytest.mark.parametrize("name", ALL_TINY)
 def test_a_tensor_that_is_missing_or_misshaped_is_named(name: str, tables: Callable[[str], Tables], tmp_path: Path) -> None:
     whole, path = tables(name), tmp_path / "m.gguf"
-    for tensor in last_of_each([info.name.decode() for info in whole.infos]):
+    # K and V of layers that take those of others may be there, and nobody reads them.
+    unread = opened(whole, path).architecture.unused_tensors if name == "tiny-gemma3n" else ()
+    for tensor in last_of_each([info.name.decode() for info in whole.infos if info.name.decode() not in unread]):
         others = tuple(info for info in whole.infos if info.name != tensor.encode())
         if tensor in OPTIONAL:
             opened(replace(whole, infos=others), path)
@@ -102,7 +104,8 @@ def test_weights_that_are_no_numbers_are_named(name: str, tables: Callable[[str]
     by_host = model.architecture.unused_tensors  # in tiny models those alone that the architecture reads itself, as numbers
     assert sorted([*users, *by_host]) == sorted(model.file.tensors)
     device = cast(Device, NoDevice())
-    for tensor in [*last_of_each(list(users)), *sorted(by_host)[:1]]:
+    nobody_s = name == "tiny-gemma3n"  # K and V of layers that take those of others
+    for tensor in [*last_of_each(list(users)), *(() if nobody_s else sorted(by_host)[:1])]:
         found = model.file.tensors[tensor]
         damaged = np.array(found.file[found.offset : found.offset + found.nbytes])
         # The last value is NaN: of F32 itself, of a Q8_0 block its scale.

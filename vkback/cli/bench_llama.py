@@ -20,7 +20,6 @@ VALUED = (
     ("-ncmoe", "--n-cpu-moe"),
     ("-sm", "--split-mode"),
     ("-mg", "--main-gpu"),
-    ("-ts", "--tensor-split"),
     ("-nkvo", "--no-kv-offload"),
     ("-fa", "--flash-attn"),
     ("-mmp", "--mmap"),
@@ -35,7 +34,7 @@ VALUED = (
     ("-fitt", "--fit-target"),
     ("-fitc", "--fit-ctx"),
 )
-"""Options of llama-bench that hold a value which means nothing to vkbench: its models lie on one device as a whole, the host computes
+"""Options of llama-bench that hold a value which means nothing to vkbench: the host computes
 nothing, and attention is always fused."""
 
 FLAGS = (("-v", "--verbose"), ("--offline",))

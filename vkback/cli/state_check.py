@@ -57,7 +57,7 @@ def state_check(
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        print(f"{found['model']} on {found['device']}: {found['verdict']}")
+        print(f"{found['model']} on {found['device']}:\n  {found['verdict']}")
     if found["first"]:
         raise typer.Exit(1)
 

@@ -21,6 +21,9 @@ TELLING = 0.5
 
 SHOWN = 4
 
+FEWEST = 2
+"""So many right ones at least: one alone tells nothing."""
+
 UNTOLD = ("seed", "bs", "nr", "per", "k_v", "o", "src_overlap", "m_v", "pad", "amax")
 """Parameters that nearly all cases have alike."""
 
@@ -38,7 +41,7 @@ def facts_of_line(line: str, kernel: str = "") -> Facts:
 
 def in_common(wrong: Sequence[Facts], right: Sequence[Facts]) -> str:
     """`all 5 wrong have type_a = Q6_K, as 0 of 40 right ones; kernel = gemv, as 12 of 40`; "" where nothing tells them apart."""
-    if not wrong:
+    if not wrong or len(right) < FEWEST:
         return ""
     shared = [(key, value) for key, value in wrong[0].items() if all(each.get(key) == value for each in wrong)]
     counted = [(sum(each.get(key) == value for each in right), key, value) for key, value in shared]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from vkback.harness.common import common_lines
 from vkback.harness.result import SPENT, CaseResult
 from vkback.records import CsvRecords, JsonArray, RecordWriter, SqlRecords, read_objects
 from vkback.terminal import columns
@@ -290,6 +289,8 @@ class Console(Printer):
             self._line("\nFailing tests:")
             for line in self.tally.failed:
                 self._line(f"  {line}")
+            from vkback.harness.common import common_lines  # reads plans, which tables of results have no need of
+
             if shared := common_lines(self.tally.wrong, self.tally.right):
                 self._line(f"\nIn common: {shared}")
 

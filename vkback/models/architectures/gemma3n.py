@@ -116,12 +116,14 @@ class Gemma3n(Architecture):
     def opened(cls, f: GgufFile) -> GgufFile:
         """What begins the streams is one product, what ends each a product of its own."""
         tensors, cuts = dict(f.tensors), {}
+        streams = f.metadata.get(f"{f.arch}.{STREAMS}", 4)
         for name in (BEGIN, END):
             if (t := f.tensors.get(f"{name}.weight")) is not None and len(t.shape) == 3:
                 n, rows, columns = t.shape
                 tensors[t.name] = replace(t, shape=(n * rows, columns))
                 if name == END:
-                    cuts[t.name] = {f"{name}.{i}.weight": rows for i in range(1, n + 1)}
+                    ends = streams if isinstance(streams, int) and 1 < streams <= MAX_STREAMS else n + 1
+                    cuts[t.name] = {f"{name}.{i}.weight": rows for i in range(1, ends)}
         return replace(f, tensors=tensors).cut(cuts)
 
     def __init__(self, f: GgufFile) -> None:
