@@ -30,8 +30,8 @@ OPTIONAL = {
 }
 
 
-FREE_ROWS = {"token_types.weight", "dense_2.weight", "dense_3.weight", "cls.weight", "cls.output.weight"}
-"""Tensors whose number of rows only they say: segments, widths, labels."""
+FREE_ROWS = {"token_types.weight", "dense_2.weight", "dense_3.weight", "cls.weight", "cls.output.weight", "blk.5.laurel_l.weight"}
+"""Tensors whose number of rows only they say: segments, widths, labels, ranks."""
 
 
 class NoDevice:

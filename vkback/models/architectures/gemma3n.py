@@ -183,7 +183,9 @@ class Gemma3n(Architecture):
         coef = hp.weight(f"blk.{il}.altup_predict_coef.weight", (n * n, n))
         x, others = mixed("ALTUP_PREDICT", "altup_predicted", x, others, coef, x, *added)
         y = attention_norm(b, x, il)
-        low = b.linear(y, f"blk.{il}.laurel_l", hp.weights[f"blk.{il}.laurel_l.weight"].shape[0], f"laurel_l-{il}")
+        if not hp.has_weight(left := f"blk.{il}.laurel_l.weight"):
+            raise hp.missing(left)
+        low = b.linear(y, f"blk.{il}.laurel_l", hp.weights[left].shape[0], f"laurel_l-{il}")
         low = b.linear(low, f"blk.{il}.laurel_r", hp.n_embd, f"laurel_r-{il}")
         low = rms_norm(b, low, f"blk.{il}.laurel_post_norm", f"laurel_norm-{il}", plain=f"laurel_rms-{il}")
         before = b.add(x, y, f"attn_laurel_inp-{il}")
