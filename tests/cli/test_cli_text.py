@@ -139,14 +139,14 @@ def test_a_conversation_is_mended(
         seen.append((made := compose(*args, **given)).text)
         return made
 
-    reply = chat.Conversation._reply
+    reply = chat.Conversation.reply
 
     def with_seed(self: chat.Conversation, text: str) -> None:
         seeds.append(self.options["seed"])
         reply(self, text)
 
     monkeypatch.setattr(chat_template, "compose", noted)
-    monkeypatch.setattr(chat.Conversation, "_reply", with_seed)
+    monkeypatch.setattr(chat.Conversation, "reply", with_seed)
     lines = ["/undo", '"""/one', "", '  two"""', "/retry", "/undo", "/system Be brief.", "three", "/system", "/retry", '"""open', "end"]
     type_in(monkeypatch, *lines)
     assert call(monkeypatch, main.main, "chat", "--chat-template", str(own), "-n", "2", "--temp", "1", "-s", "7") == 0

@@ -496,7 +496,7 @@ REFUSED = [
     keys("gemma4-ple", r"shared_kv_layers is 5, expected so few that both kinds of attention", attention__shared_kv_layers=5),
     *lacking("gemma4-ple", "per_layer_token_embd.weight", "blk.5.inp_gate.weight", "blk.2.attn_k.weight"),
     keys("gemma3n", r"altup\.num_inputs is 9, expected at most 8", altup__num_inputs=9),
-    keys("gemma3n", r"altup_proj\.weight has shape \[288, 96\], the hyperparameters say \[192, 96\]", altup__num_inputs=3),
+    keys("gemma3n", r"altup_unembd_proj\.weight has shape \[288, 96\], the hyperparameters say \[192, 96\]", altup__num_inputs=3),
     keys("gemma3n", r"altup\.active_idx \(1\)", altup__active_idx=1),
     keys(
         "gemma3n",

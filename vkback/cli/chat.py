@@ -299,15 +299,16 @@ class Conversation:
         try:
             unicode_text(line, "this message")
             if line.startswith("//"):
-                self._reply(line[1:])
+                self.reply(line[1:])
             elif line.startswith("/"):
                 self._command(*line.split(maxsplit=1))
             else:
-                self._reply(line)
+                self.reply(line)
         except VkbackError as error:
             print(f"vkback: error: {error}", file=sys.stderr)
 
-    def _reply(self, text: str) -> None:
+    def reply(self, text: str) -> None:
+        """What the model says to `text`, shown as it comes, and kept with it in the conversation."""
         asked = [*self.messages, {"role": "user", "content": text}]
         with warnings.catch_warnings(action="ignore"):  # `check` has told
             stream = self.session.stream_chat(asked, template=self.template, template_kwargs=self._variables, **self.options)
@@ -360,7 +361,7 @@ class Conversation:
         if self.options.get("temperature"):
             print(f"vkback: seed {self.options['seed']}", file=sys.stderr)
         try:
-            self._reply(asked)
+            self.reply(asked)
         except VkbackError:
             self.messages = before
             raise
