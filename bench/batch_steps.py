@@ -17,17 +17,14 @@ read rate.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from moe_steps import family
-from steps import UNORDERED, WARM_S
+from steps import UNORDERED, Step, family, step_schedule
 
-from vkback.device import BufferRange, Device
+from vkback.device import Device
 from vkback.engine.batch.steps import CLASSES
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
@@ -36,80 +33,25 @@ from vkback.models.builder import Paging
 from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
-from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
-from vkback.program import Program, WeightRanges, compile_kernels, dispatch_spec
+from vkback.program import compile_kernels, dispatch_spec
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import span_us, stamp, warm_up
 from vkback.timing.read_rate import measure_read_rate
-from vkback.timing.stages import loaded, zeroed
-from vkback.tuning.lookup import Tuning, with_overrides
+from vkback.timing.stages import loaded
+from vkback.tuning.lookup import Tuning
 
 PAGE = 64
-REPEAT = 8
-LOGITS = "result_output"
-NAN_WORD = 0xFFFFFFFF
 
 
-def step_schedule(model: Model, n: int, paging: Paging, ctx: LowerContext, variant: str) -> Schedule:
-    """The plan of a step of n columns under a variant, without what picks tokens."""
-    rows = variant.removeprefix(UNORDERED)
-    if rows != variant:
-        rows = "; ".join(filter(str.strip, (rows, "schedule : sync=barrier")))
-    tables = ctx.tuning
-    assert isinstance(tables, Tuning)
-    graph = model.graph(n, paging.page * paging.max_pages, head="all", paging=paging)
-    schedule = plan(graph, dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
-    if variant.startswith(UNORDERED):
-        schedule = dataclasses.replace(schedule, barrier_free=frozenset(range(1, len(schedule.stages))))
-    return schedule
+def texts_behind(rows: int, n: int, paging: Paging) -> dict[str, Array]:
+    """Inputs of a step of one token of each of n sequences, behind `rows` rows each."""
+    pages = np.arange(paging.n_slots * paging.max_pages).reshape(paging.n_slots, -1)
+    physical = pages[:n, rows // PAGE] * PAGE + rows % PAGE
+    return {"tokens": np.arange(7, 7 + n), "pos": np.full(n, rows), "rows": physical, "slots": np.arange(n), "pages": pages.ravel()}
 
 
-class Step:
-    """A program of a step whose columns are of one sequence each, behind `rows` rows."""
-
-    def __init__(
-        self,
-        device: Device,
-        library: ShaderLibrary,
-        schedule: Schedule,
-        n: int,
-        rows: int,
-        paging: Paging,
-        ranges: dict[str, BufferRange],
-        weights: dict[str, WeightRanges],
-        stack: ExitStack,
-    ) -> None:
-        self.device, self.schedule, self.times = device, schedule, list[float]()
-        inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
-        pages = np.arange(paging.n_slots * paging.max_pages, dtype=np.int32).reshape(paging.n_slots, -1)
-        physical = pages[:n, rows // PAGE] * PAGE + rows % PAGE
-        values = {"tokens": np.arange(7, 7 + n), "pos": np.full(n, rows), "rows": physical, "slots": np.arange(n), "pages": pages.ravel()}
-        for name, found in values.items():
-            if name in inputs:
-                device.upload(inputs[name], found.astype(np.int32))
-        self.program = Program(device, library, schedule, {**ranges, **inputs}, weights)
-        stack.callback(self.program.close)
-        self.start, self.end = (stamp(device, label) for label in ("start", "end"))
-        self.repeat = 1 if device.caps.software else REPEAT
-        self.commands = self.program.record("steps", repeat=self.repeat)
-        self.one = self.program.record("step")
-        recorder = device.recorder("spoil")
-        recorder.barrier()
-        for name in schedule.slots:
-            recorder.fill(self.program.range(name), NAN_WORD)
-        self.spoil = recorder.finish()
-        stack.callback(self.spoil.destroy)
-
-    def time(self) -> None:
-        warm_up(self.device, self.commands, WARM_S)
-        self.times += [span_us(self.device, self.start, self.commands, self.end) / self.repeat for _ in range(3)]
-
-    def logits(self) -> Array:
-        """Of a run that finds no values of an earlier one, which would be right for a kernel that did not wait."""
-        self.device.submit([self.spoil, self.one]).wait()
-        count = self.schedule.tensors()[LOGITS].elements  # a range of memory ends later
-        return self.device.download(self.program.range(LOGITS), np.float32)[:count]
+class BatchStep(Step):
+    """A program of a step whose columns are of one sequence each."""
 
     def experts(self) -> Array:
         """The experts of each column, sorted, I32 [layers, n, n_used]: memory is used again later, so of runs up to each choice."""
@@ -122,33 +64,19 @@ class Step:
                 found.append(np.sort(ids.reshape(tensor.shape), axis=-1))
         return np.array(found)
 
-    def kinds(self) -> dict[str, tuple[float, int]]:
-        """Microseconds of all stages of a kind together, with a barrier behind every stage, and how many they are."""
-        stamped = self.program.record("stages", timestamps=True)
-        warm_up(self.device, stamped, WARM_S)
-        runs = []
-        for _ in range(5):
-            self.device.submit(stamped).wait()
-            runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
-        found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-        for us, stage in zip(np.median(runs, axis=0), self.schedule.stages, strict=True):
-            kind = family((d.label, d.kernel.source) for d in stage)
-            found[kind] = found[kind][0] + float(us), found[kind][1] + 1
-        return found
-
     def nbytes(self) -> int:
         """What a step reads at least, as its dispatches forecast it."""
         return sum(d.nbytes for d in self.schedule.dispatches())
 
 
-def show_experts(step: Step, tables: Step) -> None:
+def show_experts(step: BatchStep, tables: BatchStep) -> None:
     same = (step.experts() == tables.experts()).all(axis=(0, 2))
     logits, wanted = (s.logits().reshape(len(same), -1) for s in (step, tables))
     sides = [f"{which.sum()} NMSE {nmse(logits[which], wanted[which]):.1e}" if which.any() else "none" for which in (same, ~same)]
     print(f"    columns by the same experts as the tables': {sides[0]}; the others: {sides[1]}")
 
 
-def show_kinds(step: Step, only: str = "") -> None:
+def show_kinds(step: BatchStep, only: str = "") -> None:
     kinds = step.kinds()
     print(f"    with barriers {sum(us for us, _ in kinds.values()):9.1f} us, {sum(n for _, n in kinds.values())} stages")
     for kind, (us, count) in sorted(kinds.items(), key=lambda item: -item[1][0]):
@@ -192,7 +120,8 @@ def main() -> None:
         for n in numbers:
             for text in ("", *args.variants):
                 try:
-                    schedules[n, text] = step_schedule(model, n, paging, ctx, text)
+                    graph = model.graph(n, paging.page * paging.max_pages, head="all", paging=paging)
+                    schedules[n, text] = step_schedule(graph, ctx, text)
                 except VkbackError as e:
                     print(f"{n} sequences, {text}: {e}")
         tensors: dict[str, Tensor] = {}
@@ -200,7 +129,10 @@ def main() -> None:
             tensors |= {name: t for name, t in schedule.tensors().items() if t.kind in ("weight", "state")}
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
         weights, ranges = loaded(model, tensors, device, stack)
-        steps = {key: Step(device, library, s, key[0], args.rows, paging, ranges, weights, stack) for key, s in schedules.items()}
+        steps = {
+            (n, text): BatchStep(device, library, schedule, texts_behind(args.rows, n, paging), ranges, weights, stack)
+            for (n, text), schedule in schedules.items()
+        }
         for _ in range(args.rounds):
             for step in steps.values():
                 step.time()

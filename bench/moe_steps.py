@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from steps import WARM_S, Step, step_schedule
+from steps import Step, step_schedule, text_behind
 
 from vkback.device import Device
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
+from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
 from vkback.models.synth import synthesize
 from vkback.ops.lowering import LowerContext
@@ -38,7 +36,6 @@ from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
-from vkback.timing.launches import warm_up
 from vkback.timing.stages import loaded
 from vkback.tuning.lookup import Tuning
 
@@ -72,32 +69,28 @@ def dense_too(n: int) -> str:
     return "; ".join((grouped(FIRST_CUT, FIRST_CUT), *([rows] if n >= MANY else [])))
 
 
-def family(stage: Iterable[tuple[str, str]]) -> str:
-    """What kind of stage it is: names of its nodes without their layer, and their shaders."""
-    parts = sorted({f"{re.sub(r'-[0-9]+', '', label).split('.')[0]} [{Path(source).stem}]" for label, source in stage})
-    return ", ".join(parts)
-
-
 class Bench:
     """A model's weights on the device, and programs that are timed in turns."""
 
     def __init__(self, model: Model, device: Device, library: ShaderLibrary, ctx: LowerContext, depth: int, stack: ExitStack) -> None:
         self.model, self.device, self.library, self.ctx, self.depth, self.stack = model, device, library, ctx, depth, stack
-        n_ctx = model.default_n_ctx
-        self.vocab = model.graph(1, n_ctx, head="all").outputs[0].shape[-1]
-        tensors = {n: t for n, t in step_schedule(model, 1, n_ctx, ctx, "").tensors().items() if t.kind in ("weight", "state")}
-        more = {n: t for n, t in step_schedule(model, 8, n_ctx, ctx, "").tensors().items() if t.kind in ("weight", "state")}
-        self.weights, self.ranges = loaded(model, tensors | more, device, stack)
+        tensors: dict[str, Tensor] = {}
+        for n in (1, 8):
+            tensors |= {name: t for name, t in step_schedule(self.graph(n), ctx, "").tensors().items() if t.kind in ("weight", "state")}
+        self.weights, self.ranges = loaded(model, tensors, device, stack)
+
+    def graph(self, n: int) -> Graph:
+        return self.model.graph(n, self.model.default_n_ctx, head="all")
 
     def schedule(self, n: int, rows: str) -> Schedule | None:
         try:
-            return step_schedule(self.model, n, self.model.default_n_ctx, self.ctx, rows)
+            return step_schedule(self.graph(n), self.ctx, rows)
         except VkbackError as e:
             print(f"{n} tokens, {rows}: {e}")
             return None
 
     def step(self, schedule: Schedule, n: int, stack: ExitStack) -> Step:
-        return Step(self.device, self.library, schedule, n, self.depth, self.ranges, self.weights, stack)
+        return Step(self.device, self.library, schedule, text_behind(self.depth, n), self.ranges, self.weights, stack)
 
     def timed(self, wanted: list[tuple[int, str]], rounds: int) -> dict[tuple[int, str], tuple[float, np.ndarray, bool, Schedule]]:
         """Microseconds, logits, whether a spin-wait timed out, and the schedule, for each number of tokens and rows."""
@@ -110,30 +103,20 @@ class Bench:
                     step.time()
             found = {}
             for key, step in steps.items():
-                logits = step.logits()[: key[0] * self.vocab]  # a range of memory ends later
-                found[key] = float(np.median(step.times)), logits, step.program.timed_out, step.schedule
+                found[key] = float(np.median(step.times)), step.logits(), step.program.timed_out, step.schedule
             return found
 
     def families(self, n: int, rows: str) -> dict[str, float]:
         """Microseconds of each kind of stage, with barriers between all stages."""
-        schedule, found = self.schedule(n, rows), defaultdict[str, float](float)
+        schedule = self.schedule(n, rows)
         if schedule is None:
-            return found
+            return {}
         with ExitStack() as stack:
-            step = self.step(schedule, n, stack)
-            stamped = step.program.record("stages", timestamps=True)
-            warm_up(self.device, stamped, WARM_S)
-            runs = []
-            for _ in range(5):
-                self.device.submit(stamped).wait()
-                runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
-            for us, stage in zip(np.median(runs, axis=0), schedule.stages, strict=True):
-                found[family((d.label, d.kernel.source) for d in stage)] += float(us)
-        return found
+            return {kind: us for kind, (us, _) in self.step(schedule, n, stack).kinds().items()}
 
     def experts_chosen(self, n: int) -> float:
         """Experts that the n tokens of a step choose in a layer, in the mean."""
-        graph = self.model.graph(n, self.model.default_n_ctx, head="all")
+        graph = self.graph(n)
         ids = [node.outputs[1] for node in graph.nodes if node.op == "TOPK_MOE"]
         schedule = plan(dataclasses.replace(graph, outputs=(*graph.outputs, *ids)), self.ctx)
         compile_kernels(self.device, self.library, list(schedule.dispatches()))

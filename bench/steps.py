@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +26,7 @@ import numpy as np
 from vkback.device import BufferRange, Device
 from vkback.errors import VkbackError
 from vkback.evaluate.judge import nmse
-from vkback.graph import Tensor
+from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
 from vkback.ops.case import Array
 from vkback.ops.lowering import LowerContext
@@ -42,37 +45,47 @@ NAN_WORD = 0xFFFFFFFF
 UNORDERED = "@unordered"
 
 
-def step_schedule(model: Model, n: int, n_ctx: int, ctx: LowerContext, variant: str) -> Schedule:
-    """The plan of a step of n tokens under a variant."""
+def step_schedule(graph: Graph, ctx: LowerContext, variant: str) -> Schedule:
+    """The plan of a step under a variant."""
     rows = variant.removeprefix(UNORDERED)
     if rows != variant:
         rows = "; ".join(filter(str.strip, (rows, "schedule : sync=barrier")))  # kernels that wait for nothing
     tables = ctx.tuning
     assert isinstance(tables, Tuning)
-    schedule = plan(model.graph(n, n_ctx, head="all"), dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
+    schedule = plan(graph, dataclasses.replace(ctx, tuning=with_overrides(tables, rows)))
     if variant.startswith(UNORDERED):
         schedule = dataclasses.replace(schedule, barrier_free=frozenset(range(1, len(schedule.stages))))
     return schedule
 
 
+def text_behind(depth: int, n: int) -> dict[str, Array]:
+    """Inputs of a step of n tokens of one text, behind `depth` rows."""
+    return {"pos": np.arange(depth, depth + n), "tokens": np.arange(7, 7 + n)}
+
+
+def family(stage: Iterable[tuple[str, str]]) -> str:
+    """What kind of stage it is: names of its nodes without their layer, and their shaders."""
+    parts = sorted({f"{re.sub(r'-[0-9]+', '', label).split('.')[0]} [{Path(source).stem}]" for label, source in stage})
+    return ", ".join(parts)
+
+
 class Step:
-    """A program of some tokens behind `depth` rows of zeros."""
+    """A program of some tokens behind rows of zeros. values: what its inputs hold, by name; all are I32."""
 
     def __init__(
         self,
         device: Device,
         library: ShaderLibrary,
         schedule: Schedule,
-        n: int,
-        depth: int,
+        values: Mapping[str, Array],
         ranges: dict[str, BufferRange],
         weights: dict[str, WeightRanges],
         stack: ExitStack,
     ) -> None:
         self.device, self.schedule, self.times = device, schedule, list[float]()
         inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
-        device.upload(inputs["pos"], np.arange(depth, depth + n, dtype=np.int32))
-        device.upload(inputs["tokens"], np.arange(7, 7 + n, dtype=np.int32))
+        for name in inputs.keys() & values.keys():
+            device.upload(inputs[name], values[name].astype(np.int32))
         self.program = Program(device, library, schedule, {**ranges, **inputs}, weights)
         stack.callback(self.program.close)
         self.start, self.end = (stamp(device, label) for label in ("start", "end"))
@@ -93,17 +106,30 @@ class Step:
     def logits(self) -> Array:
         """Of a run that finds no values of an earlier one, which would be right for a kernel that did not wait."""
         self.device.submit([self.spoil, self.one]).wait()
-        return self.device.download(self.program.range(LOGITS), np.float32)
+        count = self.schedule.tensors()[LOGITS].elements  # a range of memory ends later
+        return self.device.download(self.program.range(LOGITS), np.float32)[:count]
 
-    def stage_lines(self) -> list[str]:
-        """Dispatches of the layer in the middle and of what comes behind the layers."""
+    def stage_us(self) -> Array:
+        """Microseconds of each stage, with a barrier behind every one."""
         stamped = self.program.record("stages", timestamps=True)
         warm_up(self.device, stamped, WARM_S)
         runs = []
         for _ in range(5):
             self.device.submit(stamped).wait()
             runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
-        us = np.median(runs, axis=0)
+        return np.asarray(np.median(runs, axis=0))
+
+    def kinds(self) -> dict[str, tuple[float, int]]:
+        """Microseconds of all stages of a kind together, with a barrier behind every stage, and how many they are."""
+        found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+        for us, stage in zip(self.stage_us(), self.schedule.stages, strict=True):
+            kind = family((d.label, d.kernel.source) for d in stage)
+            found[kind] = found[kind][0] + float(us), found[kind][1] + 1
+        return found
+
+    def stage_lines(self) -> list[str]:
+        """Dispatches of the layer in the middle and of what comes behind the layers."""
+        us = self.stage_us()
         lines = []
         for number, stage in enumerate(self.schedule.stages):
             names = ", ".join(f"{d.label} [{Path(d.kernel.source).name} {d.groups}]" for d in stage)
@@ -128,7 +154,7 @@ def main() -> None:
         for n in map(int, args.tokens.split(",")):
             for text in ("", *(args.variants if n > 1 else ())):
                 try:
-                    schedules[n, text] = step_schedule(model, n, model.default_n_ctx, ctx, text)
+                    schedules[n, text] = step_schedule(model.graph(n, model.default_n_ctx, head="all"), ctx, text)
                 except VkbackError as e:
                     print(f"{n} tokens, {text}: {e}")
         kept = ("weight", "state")
@@ -137,7 +163,7 @@ def main() -> None:
             tensors |= {name: t for name, t in schedule.tensors().items() if t.kind in kept}
         compile_kernels(device, library, [d for schedule in schedules.values() for d in schedule.dispatches()])
         weights, ranges = loaded(model, tensors, device, stack)
-        steps = {key: Step(device, library, s, key[0], args.depth, ranges, weights, stack) for key, s in schedules.items()}
+        steps = {key: Step(device, library, s, text_behind(args.depth, key[0]), ranges, weights, stack) for key, s in schedules.items()}
         for _ in range(args.rounds):
             for step in steps.values():
                 step.time()
