@@ -61,6 +61,38 @@ def count_in(seen: Array, vocab: int, token: int, place: int) -> None:
         counts[places[place - last_n]] -= 1
 
 
+def count_drafts(draft: Array, drafted: int, accepted: int) -> None:
+    """What DRAFT_WORDS count of one step, in place."""
+    for word, by in ((STEPS, 1), (DRAFTED, drafted), (ACCEPTED, accepted)):
+        draft[word] += by
+    draft[DRAFTED_AT : DRAFTED_AT + drafted] += 1
+    draft[ACCEPTED_AT : ACCEPTED_AT + accepted] += 1
+
+
+def sure_pick(op: str, rng: np.random.Generator, row: Array, sampler: Params, pos: int) -> int:
+    """Fill a row of logits for a case of `op`; the token that it picks, whatever rounding does. Raises CaseLineError."""
+    for _ in range(TRIES):
+        row[:] = 3 * rng.standard_normal(len(row), np.float32)
+        picked = pick(row, sampler, pos)
+        if picked.sure:
+            return picked.token
+    raise CaseLineError(f"{op}: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
+
+
+def end_by(kind: str, loop: Array, logits: Array, columns: Sequence[int], picks: Sequence[int]) -> None:
+    """Of a case's kind, what ends its text: in place, in the words of its loop and the logits of its columns."""
+    second = min(1, len(columns) - 1)
+    if kind in ("eos", "eos_later"):
+        loop[LOOP_PARAMS + 5] = 2
+        loop[LOOP_EOS : LOOP_EOS + 2] = logits.shape[1], picks[second if kind == "eos_later" else 0]
+    elif kind == "limit":
+        loop[LOOP_LIMIT] = loop[0] + max(len(columns) // 2, 1)
+    elif kind in ("nan", "nan_later"):
+        logits[columns[second if kind == "nan_later" else 0], -1] = np.nan
+    elif kind == "stopped":
+        loop[1] = STATUS_EOS
+
+
 KINDS = ("all", "none", "some", "no_drafts", "eos", "eos_later", "limit", "nan", "nan_later", "stopped")
 """What a case's drafts are like: all right; the first is wrong; one in the middle is; there are none; the first token picked ends the
 text, or the second; the limit is reached within the drafts; NaN in the first column, or in the second; the loop has stopped."""
@@ -96,11 +128,7 @@ class SampleDrafts(Op):
                 loop[1] = STATUS_LENGTH
             if loop[1] != STATUS_RUNNING:
                 break
-        drafted, accepted = int((at[1:] >= 0).sum()), max(made - 1, 0)
-        for word, by in ((STEPS, 1), (DRAFTED, drafted), (ACCEPTED, accepted)):
-            draft[word] += by
-        draft[DRAFTED_AT : DRAFTED_AT + drafted] += 1
-        draft[ACCEPTED_AT : ACCEPTED_AT + accepted] += 1
+        count_drafts(draft, int((at[1:] >= 0).sum()), max(made - 1, 0))
         for seen in others:
             for c in range(made):
                 count_in(seen, vocab, int(text[c]), int(at[c]))
@@ -162,7 +190,7 @@ class SampleDrafts(Op):
             begin, length = 60, 100
             sampler = Params(0.0 if greedy else 0.9, 40, 0.95, 0.05, int(rng.integers(2**32)), ())
             logits = np.zeros((n, vocab), np.float32)
-            picks = [self._row(rng, logits[c], sampler, begin + c) for c in range(n)]
+            picks = [sure_pick(self.name, rng, logits[c], sampler, begin + c) for c in range(n)]
             tokens = np.array([3 % vocab, *picks[:-1]], np.int32)
             wrong = {"none": 1, "some": n // 2}.get(kind, n)
             if 0 < wrong < n:
@@ -172,16 +200,7 @@ class SampleDrafts(Op):
                 pos[1 if kind == "no_drafts" else max(n - 2, 1) :] = -1
             loop = np.concatenate([sampler.words(0), np.full(capacity, -1, np.int32)])
             loop[0] = 17
-            second = min(1, n - 1)
-            if kind in ("eos", "eos_later"):
-                loop[LOOP_PARAMS + 5] = 2
-                loop[LOOP_EOS : LOOP_EOS + 2] = vocab, picks[second if kind == "eos_later" else 0]
-            elif kind == "limit":
-                loop[LOOP_LIMIT] = 17 + max(n // 2, 1)
-            elif kind in ("nan", "nan_later"):
-                logits[second if kind == "nan_later" else 0, -1] = np.nan
-            elif kind == "stopped":
-                loop[1] = STATUS_EOS
+            end_by(kind, loop, logits, range(n), picks)
             values: dict[str, Array] = {"result_output": logits, "loop": loop, "tokens": tokens, "pos": pos}
             values["draft"] = rng.integers(0, 9, DRAFT_WORDS).astype(np.int32)
             if penalized:
@@ -192,12 +211,3 @@ class SampleDrafts(Op):
 
         shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "penalized": penalized, "seed": seed}
         return Case(self.name, shown, make, seed)
-
-    def _row(self, rng: np.random.Generator, row: Array, sampler: Params, pos: int) -> int:
-        """Fill a row of logits; what it picks."""
-        for _ in range(TRIES):
-            row[:] = 3 * rng.standard_normal(len(row), np.float32)
-            picked = pick(row, sampler, pos)
-            if picked.sure:
-                return picked.token
-        raise CaseLineError(f"SAMPLE_DRAFTS: in {TRIES} tries no choice that rounding cannot change; expected other parameters")

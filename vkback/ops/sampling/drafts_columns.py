@@ -32,21 +32,10 @@ from vkback.ops.moe.topk import argmax_dispatch
 from vkback.ops.op import Op, register
 from vkback.ops.sampling.chain import CHAIN_WORDS, Chain, pick_chain
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_LENGTH, STATUS_NO_PAGE
-from vkback.ops.sampling.lookup import ACCEPTED, ACCEPTED_AT, DRAFT_WORDS, DRAFTED, DRAFTED_AT, STEPS
+from vkback.ops.sampling.drafts import count_drafts, end_by, sure_pick
+from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS
-from vkback.ops.sampling.sample import (
-    LOOP_EOS,
-    LOOP_PARAMS,
-    LOOP_RING,
-    STATUS_EOS,
-    STATUS_NAN,
-    STATUS_RUNNING,
-    TRIES,
-    Params,
-    pick,
-    pick_dispatches,
-    tolerance_of,
-)
+from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING, Params, pick, pick_dispatches, tolerance_of
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
 
@@ -95,11 +84,7 @@ class SampleDraftsColumns(Op):
                 pos[t], rows[t] = at[t] + made, row
             if not drafted:
                 continue
-            accepted = max(made - 1, 0)
-            for word, by in ((STEPS, 1), (DRAFTED, drafted), (ACCEPTED, accepted)):
-                draft[slot, word] += by
-            draft[slot, DRAFTED_AT : DRAFTED_AT + drafted] += 1
-            draft[slot, ACCEPTED_AT : ACCEPTED_AT + accepted] += 1
+            count_drafts(draft[slot], drafted, max(made - 1, 0))
         return [loops, tokens, pos, rows, draft, *chains]
 
     def _take(
@@ -273,14 +258,7 @@ class SampleDraftsColumns(Op):
         sampler = Params(0.0 if greedy else 0.9, top_k, 0.95, 0.05, seed, ())
         picks = []
         for i, c in enumerate(columns):
-            for _ in range(TRIES):
-                logits[c] = 3 * rng.standard_normal(logits.shape[1], np.float32)
-                found = pick(logits[c], sampler, begin + i)
-                if found.sure:
-                    break
-            else:
-                raise CaseLineError(f"SAMPLE_DRAFTS_COLUMNS: in {TRIES} tries no choice that rounding cannot change; expected others")
-            picks.append(found.token)
+            picks.append(sure_pick(self.name, rng, logits[c], sampler, begin + i))
             values["pos"][c], values["rows"][c] = begin + i, int(rng.integers(1000))
             if i:
                 values["tokens"][c] = picks[i - 1]
@@ -289,17 +267,8 @@ class SampleDraftsColumns(Op):
         loop = values["loops"][s]
         loop[:LOOP_RING] = sampler.words(0)
         loop[0] = 17
-        second = min(1, len(columns) - 1)
-        if kind in ("eos", "eos_later"):
-            loop[LOOP_PARAMS + 5] = 2
-            loop[LOOP_EOS : LOOP_EOS + 2] = logits.shape[1], picks[second if kind == "eos_later" else 0]
-        elif kind == "limit":
-            loop[LOOP_LIMIT] = 17 + max(len(columns) // 2, 1)
-        elif kind in ("nan", "nan_later"):
-            logits[columns[second if kind == "nan_later" else 0], -1] = np.nan
-        elif kind == "stopped":
-            loop[1] = STATUS_EOS
-        elif kind == "no_drafts":
+        end_by(kind, loop, logits, columns, picks)
+        if kind == "no_drafts":
             for c in columns[1:]:
                 values["pos"][c] = values["rows"][c] = -1
         elif kind == "hole":
