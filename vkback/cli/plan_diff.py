@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +13,7 @@ from typing import Any
 import vkback
 from vkback.cli.shell import UsageError
 from vkback.cli.terminal import StatusLine, fit
-from vkback.cli.vkbench_sides import ROOT, checkout, commit_of
+from vkback.cli.vkbench_sides import ROOT, checkout, commit_of, run_build
 from vkback.errors import VkbackError
 from vkback.ops.family import table_word
 
@@ -147,24 +144,12 @@ def _table(path: Path, name: str, common: Mapping[str, Any], stack: ExitStack) -
 
 def choices(plan: Side) -> dict[str, Any]:
     """What a side chooses, by a process of its build. Raises DiffError with what it said."""
-    python = plan.folder / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     program = (Path(vkback.__file__).parent / "harness" / "choices.py").read_text(encoding="utf-8")
-    own = plan.folder != ROOT and python.is_file()
-    ran = subprocess.run(
-        [str(python) if own else sys.executable, "-c", program, json.dumps(dict(plan.spec))],
-        cwd=plan.folder,
-        env={**os.environ, "PYTHONPATH": str(plan.folder), **plan.variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if ran.returncode:
-        last = (ran.stderr.strip().splitlines() or ["ended without a word"])[-1]
+    found, status, last = run_build(plan.folder, ["-c", program, json.dumps(dict(plan.spec))], plan.variables)
+    if status:
         old = "; this build may be older than what --diff asks of it" if last.startswith(("ImportError", "ModuleNotFoundError")) else ""
         raise DiffError(f"--diff {plan.name}: {last}{old}")
-    return dict(json.loads(ran.stdout))
+    return dict(json.loads(found))
 
 
 def differences(device: str, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Iterator[Difference]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 
 from vkback.cli.shell import UsageError, read_text
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_sides import ROOT, checkout, commit_of
+from vkback.cli.vkbench_sides import ROOT, checkout, commit_of, run_build
 from vkback.errors import VkbackError
 from vkback.report.pairs import in_turn
 
@@ -56,19 +53,8 @@ def in_turns(folder: Path, options: Sequence[str], rounds: int, quiet: bool) -> 
 
 
 def profile_of(folder: Path, options: Sequence[str]) -> dict[str, Any]:
-    own = folder / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    python = str(own) if folder != ROOT and own.is_file() else sys.executable
-    ran = subprocess.run(
-        [python, "-m", "vkback", "profile", *options, "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or ["ended without a word"])[-1].removeprefix("vkback: error: ")
-        raise AgainstError(f"--against {folder}: vkback profile ended with exit code {ran.returncode}: {said}")
-    return dict(json.loads(ran.stdout))
+    found, status, last = run_build(folder, ["-m", "vkback", "profile", *options, "--json"])
+    if status:
+        said = last.removeprefix("vkback: error: ")
+        raise AgainstError(f"--against {folder}: vkback profile ended with exit code {status}: {said}")
+    return dict(json.loads(found))

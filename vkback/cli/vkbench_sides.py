@@ -307,10 +307,29 @@ def changed(how: How, words: Sequence[str], text: str) -> How:
     return how
 
 
+def _python_of(folder: Path) -> str:
+    own = folder / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+    return str(own) if own.is_file() else sys.executable
+
+
+def run_build(folder: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None) -> tuple[str, int, str]:
+    """Run the Python of a checkout with these arguments, and its vkback: what it prints, its exit code, and its last line on stderr. This
+    build's Python is the one that runs. variables: beside those of this process."""
+    ran = subprocess.run(
+        [sys.executable if folder == ROOT else _python_of(folder), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **(variables or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return ran.stdout, ran.returncode, (ran.stderr.strip().splitlines() or ["ended without a word"])[-1]
+
+
 def _build(folder: Path, name: str, how: How, tests: Sequence[BenchTest]) -> Side:
     """The vkback of a checkout, by the Python of its own .venv if it has one."""
-    own = folder / ".venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-    python = [str(own) if own.is_file() else sys.executable, "-m", "vkback", "bench"]
+    python = [_python_of(folder), "-m", "vkback", "bench"]
     variables = _kept({})
     try:
         return Resident(name, [*python, *(t.name.replace(" ", "") for t in tests), *how.options()], folder, variables)
