@@ -22,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip
+from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip, work_in
 
 PACKAGES = "python3 libvulkan1 mesa-vulkan-drivers"
 VERSION = "3.13"
@@ -104,13 +104,8 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", metavar="PATH")
     parser.add_argument("--run", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     args = parser.parse_args()
-    try:
-        root = ArmRoot(args.root)
-    except RootError as e:
-        print(f"arm: error: {e}", file=sys.stderr)
-        return 1
-    try:
-        root.make()
+
+    def work(root: ArmRoot) -> int:
         if args.run:
             return 0 if root.run(*args.run) else 1
         if args.tests:
@@ -119,11 +114,8 @@ def main() -> int:
         failed = [name for name, step in steps.items() if args.only in (None, name) and not step()]
         print(f"arm: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
         return 1 if failed else 0
-    except RootError as e:
-        print(f"arm: error: {e}", file=sys.stderr)
-        return 1
-    finally:
-        root.close()
+
+    return work_in("arm", lambda: ArmRoot(args.root), work)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PROJECT = Path(__file__).resolve().parent.parent
 SOURCE = "/vkback"
@@ -80,6 +81,10 @@ class DebianRoot:
             )
             made.write_text("")
 
+    def make(self) -> None:
+        """Build it, and what a program needs in it."""
+        self.build()
+
     def mount(self, source: str, target: str) -> None:
         place = self.folder / target
         place.mkdir(parents=True, exist_ok=True)
@@ -99,3 +104,20 @@ class DebianRoot:
     def close(self) -> None:
         for place in reversed(self._mounted):
             subprocess.run(("umount", str(place)), capture_output=True, check=False)  # busy: another run has it, too
+
+
+R = TypeVar("R", bound=DebianRoot)
+
+
+def work_in(name: str, opened: Callable[[], R], work: Callable[[R], int]) -> int:
+    """The status of what a program of this name does in its root, which is made where it is missing. A RootError is one line and 1."""
+    try:
+        root = opened()
+        try:
+            root.make()
+            return work(root)
+        finally:
+            root.close()
+    except RootError as e:
+        print(f"{name}: error: {e}", file=sys.stderr)
+        return 1

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from debian_root import PROJECT, SOURCE, DebianRoot, RootError, said
+from debian_root import PROJECT, SOURCE, DebianRoot, RootError, said, work_in
 from lab_suite import Result, minutes, run_suite, sources_digest, summary
 
 PACKAGES = (
@@ -237,9 +237,8 @@ def main() -> int:
     if args.render:
         print("\n".join(rendered(loaded(args.render))))
         return 0
-    root = LabRoot(args.root)
-    try:
-        root.make()
+
+    def work(root: LabRoot) -> int:
         if args.peer:
             root.mount(str(args.peer.resolve()), GGML_FOLDER.lstrip("/"))
         if args.run:
@@ -263,11 +262,8 @@ def main() -> int:
                 print(f"not finished: {', '.join(left)}; the same command goes on from here")
             passed &= all(texts and all(r and r.fine for r in results) for _, results, texts in ran)
         return 0 if passed else 1
-    except RootError as e:
-        print(f"lab: error: {e}", file=sys.stderr)
-        return 1
-    finally:
-        root.close()
+
+    return work_in("lab", lambda: LabRoot(args.root), work)
 
 
 if __name__ == "__main__":

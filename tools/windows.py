@@ -32,7 +32,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip, said
+from debian_root import SOURCE, DebianRoot, built_wheel, pip, said, work_in
 
 PACKAGES = (
     "wine wine64 mesa-vulkan-drivers libvulkan1 gcc-mingw-w64-x86-64 python3.13 libpython3.13-stdlib git ca-certificates"  # libpython: Lib
@@ -187,13 +187,8 @@ def main() -> int:
     which.add_argument("--tests", nargs="+", metavar="PATH")
     parser.add_argument("--run", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     args = parser.parse_args()
-    try:
-        root = WindowsRoot(args.root)
-    except RootError as e:
-        print(f"windows: error: {e}", file=sys.stderr)
-        return 1
-    try:
-        root.make()
+
+    def work(root: WindowsRoot) -> int:
         if args.run:
             return 0 if root.run(*args.run) else 1
         only = "tests" if args.tests else args.only
@@ -211,11 +206,8 @@ def main() -> int:
             failed.append("ops")
         print(f"windows: {'failed: ' + ', '.join(failed) if failed else 'passed'}")
         return 1 if failed else 0
-    except RootError as e:
-        print(f"windows: error: {e}", file=sys.stderr)
-        return 1
-    finally:
-        root.close()
+
+    return work_in("windows", lambda: WindowsRoot(args.root), work)
 
 
 if __name__ == "__main__":
