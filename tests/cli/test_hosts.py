@@ -113,7 +113,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
 def keys(journal: Path) -> list[str]:
     if not journal.exists():
         return []
-    return [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:] if line.endswith("}")]
+    return [json.loads(line)["key"] for line in journal.read_text(encoding="utf-8").splitlines()[1:] if line.endswith("}")]
 
 
 def workers_below(process: subprocess.Popen[str]) -> list[Any]:

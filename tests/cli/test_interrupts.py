@@ -454,7 +454,7 @@ def test_where_a_device_s_own_table_lies(monkeypatch: pytest.MonkeyPatch, tmp_pa
     said = capsys.readouterr().out
     assert said.startswith(str(tmp_path / "device_")) and said.endswith(".toml (not there yet)\n")
     file = Path(said.removesuffix(" (not there yet)\n"))
-    file.write_text("")
+    file.write_text("", encoding="utf-8")
     assert call(monkeypatch, main.main, "tune", "--where") == 0 and capsys.readouterr().out == f"{file}\n"
     assert call(monkeypatch, main.main, "tune", "--where", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"table": str(file), "exists": True}

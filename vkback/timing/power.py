@@ -94,7 +94,7 @@ def _ids(device: Path) -> tuple[int, int] | None:
 
 def _number(file: Path) -> int | None:
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
