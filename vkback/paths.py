@@ -251,6 +251,14 @@ def write_cache(path: Path, data: bytes) -> None:
     )
 
 
+def try_cache() -> None:
+    """Log now what `write_cache` would later, for the processes of a command, whose warnings nobody sees."""
+    probe = _beside(cache_dir() / "probe")
+    write_cache(probe, b"")
+    with contextlib.suppress(OSError):
+        probe.unlink()
+
+
 _told: list[bool] = []
 """Not empty once the warning of `write_cache` is logged."""
 

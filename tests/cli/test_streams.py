@@ -130,7 +130,6 @@ def test_a_run_names_the_folder_of_its_cache(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.vulkan
-@pytest.mark.xfail(sys.platform == "win32", reason="only the first process warns, and with vkback's own compiler it writes no cache itself")
 def test_processes_of_one_command_tell_of_its_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.touch()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from vkback import paths
 from vkback.device import Device, KernelSpec
 from vkback.harness import suite
 from vkback.harness.cases import find_case, make_case
@@ -125,6 +127,27 @@ def test_a_process_that_dies_fails_its_cases(device: Device) -> None:
     results = list(run_in_processes(lines, 2, device.index, "auto", work=_die))
     assert results[0].passed is False
     assert results[0].message == "the process that ran this case or one beside it died"
+
+
+def _none(lines: Sequence[str]) -> list[CaseResult]:
+    return []
+
+
+@pytest.mark.vulkan
+def test_who_starts_processes_tells_of_a_cache_that_cannot_be_written(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What processes log is seen by nobody, and this one may have nothing to write."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VKBACK_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(paths, "_told", [])
+    assert list(run_in_processes(["ABS(ne_a=[64])"], 1, device.index, "auto", work=_none)) == []
+    (said,) = caplog.messages
+    assert said.startswith(f"nothing can be kept in the cache {tmp_path / 'file'}: ")
+    monkeypatch.setenv("VKBACK_CACHE", str(tmp_path / "good"))
+    monkeypatch.setattr(paths, "_told", [])
+    assert list(run_in_processes(["ABS(ne_a=[64])"], 1, device.index, "auto", work=_none)) == []
+    assert len(caplog.messages) == 1 and not list((tmp_path / "good").glob("*probe*"))
 
 
 EXACT = "MUL_MAT(type_a=q4_K,m=67,n=32,k=512,exact=1)"

@@ -32,6 +32,7 @@ from vkback.ops.case import Case, Problem, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
+from vkback.paths import try_cache
 from vkback.program.compile import Kernels
 from vkback.shader import ShaderLibrary
 from vkback.shader.compiler import stop_programs
@@ -253,8 +254,9 @@ def run_in_processes(
     """Results in the order of the lines, by processes that open the device each for itself.
 
     A process that dies, or loses its device, makes its cases fail and ends the run. Where the iterator is closed early the processes end,
-    whatever they do; Ctrl-C reaches this process alone.
+    whatever they do; Ctrl-C reaches this process alone. A cache that cannot be written is logged here, by none of them.
     """
+    try_cache()
     pieces = list(chunks(lines, processes))
     # Processes share the cores: each compiles on its part, and multiplies on one.
     threads = max(1, (os.cpu_count() or 1) // processes)
