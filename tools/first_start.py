@@ -4,7 +4,8 @@
     python tools/first_start.py --installed [--label TEXT]        of the vkback that this Python has, without pip
 
 For each Python: pip installs the wheel and nothing else, then a model that comes with vkback writes a text, and one whose kernels do not
-ship (tiny-granitehybrid-Q8_0) writes another, both with an empty cache. Prints a row with the seconds of each; status 1 where one fails.
+ship (tiny-granitehybrid-Q8_0) writes another, both with an empty cache. Prints a row with the seconds of each, those of processors behind
+them in parentheses (Windows does not say), for a busy machine; status 1 where one fails.
 
 --plain         as on a processor without AVX: numpy takes no code that it chooses by processor, Mesa's driver vectors of 128 bits
 --no-compiler   PATH has no glslc; a libshaderc of the system is found all the same, so take it from a root without one
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 MODELS = ("demo-dense", "tiny-granitehybrid-Q8_0")
@@ -30,14 +32,30 @@ class StartError(Exception):
     """A step that failed, with the last lines that it said."""
 
 
-def run(argv: list[str], env: dict[str, str], user: str | None) -> float:
-    """Seconds that a command took."""
-    begun = time.monotonic()
+@dataclass(frozen=True)
+class Seconds:
+    """What commands took: by the clock, and of processors, 0 where the system does not say."""
+
+    clock: float = 0.0
+    processors: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.clock + other.clock, self.processors + other.processors)
+
+    def __str__(self) -> str:
+        return f"{self.clock:.1f}" + (f" ({self.processors:.1f})" if self.processors else "")
+
+
+def run(argv: list[str], env: dict[str, str], user: str | None) -> Seconds:
+    """What a command took."""
+    begun, before = time.monotonic(), os.times()
     done = subprocess.run(argv, env=env, user=user, cwd=env["HOME"], capture_output=True, text=True, encoding="utf-8", errors="replace")
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
         raise StartError(f"{' '.join(argv[:4])} ended with {done.returncode}:\n{last}")
-    return time.monotonic() - begun
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return Seconds(time.monotonic() - begun, used)
 
 
 def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
@@ -55,7 +73,7 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
         install = run([python, "-m", "venv", str(home / "venv")], env, args.user)
         folder = home / "venv" / ("Scripts" if sys.platform == "win32" else "bin")
         install += run([str(folder / "pip"), "install", "--quiet", "--disable-pip-version-check", str(wheel)], env, args.user)
-        return row(str(folder / "python"), f"{install:.0f}", home, env, args)
+        return row(str(folder / "python"), str(install), home, env, args)
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -83,7 +101,7 @@ def row(python: str, install: str, home: Path, env: dict[str, str], args: argpar
     about = args.label or f"{platform.system()} {platform.machine()}"
     extra = [*(["no AVX in numpy and Mesa"] if args.plain else []), *([f"as {args.user}"] if args.user else [])]
     version = said("-c", "import platform; print(platform.python_version())").strip()
-    return f"| {', '.join([about, *extra])} | {version} | {name} | {install} | {times[0]:.1f} | {times[1]:.1f} |"
+    return f"| {', '.join([about, *extra])} | {version} | {name} | {install} | {times[0]} | {times[1]} |"
 
 
 def measure_installed(args: argparse.Namespace) -> str:
