@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def built_wheel(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
+def is_mounted(place: Path, mounts: str | None = None) -> bool:
+    """Whether something is mounted at a place. os.path.ismount does not see a folder that is bound from the same file system.
+
+    mounts  text as of /proc/self/mounts, which is read without it
+    """
+    lines = (Path("/proc/self/mounts").read_text(encoding="utf-8") if mounts is None else mounts).splitlines()
+    places = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), line.split(" ")[1]) for line in lines)
+    return os.path.realpath(place) in places
+
+
 class DebianRoot:
     """A root with packages; its mounts last until `close`."""
 
@@ -59,7 +70,7 @@ class DebianRoot:
             if shutil.which("debootstrap") is None:
                 said("apt-get", "-qq", "update")
                 said("apt-get", "-qq", "install", "-y", "debootstrap")
-            if any(os.path.ismount(self.folder / name) for name in ("proc", "dev", SOURCE.lstrip("/"))):
+            if any(is_mounted(self.folder / name) for name in ("proc", "dev", SOURCE.lstrip("/"))):
                 raise RootError(f"{self.folder}: half made, and still mounted into; expected no mounts; umount proc, dev and vkback in it")
             shutil.rmtree(self.folder, ignore_errors=True)
             base = ("--variant=minbase", "--include=ca-certificates", f"--arch={self.arch}")
@@ -88,7 +99,7 @@ class DebianRoot:
     def mount(self, source: str, target: str) -> None:
         place = self.folder / target
         place.mkdir(parents=True, exist_ok=True)
-        if not os.path.ismount(place):
+        if source == str(PROJECT) or not is_mounted(place):  # another checkout may be there still
             said("mount", "--bind", source, str(place))
             self._mounted.append(place)
 
@@ -103,7 +114,8 @@ class DebianRoot:
 
     def close(self) -> None:
         for place in reversed(self._mounted):
-            subprocess.run(("umount", str(place)), capture_output=True, check=False)  # busy: another run has it, too
+            lazily = ("--lazy",) if place == self.folder / SOURCE.lstrip("/") else ()  # else Wine's server, which stays a while, keeps it
+            subprocess.run(("umount", *lazily, str(place)), capture_output=True, check=False)  # busy: another run has it, too
 
 
 R = TypeVar("R", bound=DebianRoot)
