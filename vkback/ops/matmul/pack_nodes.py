@@ -168,7 +168,8 @@ def with_norm(pack: Node, product: Node, topk: Node, ctx: LowerContext) -> Node 
     """A NORM_ROUTE in place of a PACK_F16, a router's LINEAR of what it packs, and a TOPK_ROUTE; None where one dispatch cannot do all."""
     by, of_product = inputs_by_role(pack), inputs_by_role(product)
     shape: GemmShape = pack.params["shape"]
-    alike = set(by) == {"x", "norm"} and pack.params["n"] == by["x"].shape[0] and len(by["x"].shape) == 2
+    units_alone = shape.kernel == "coop_reg" and len(pack.outputs) == 1  # not factors, too, as GEMMs of row-major f16 have them
+    alike = units_alone and set(by) == {"x", "norm"} and pack.params["n"] == by["x"].shape[0] and len(by["x"].shape) == 2
     if not alike or not set(of_product) <= {"w", "x", "bias"} or set(product.params) - {"roles", "n"} or len(of_product["w"].shape) != 2:
         return None
     inputs = {"x": by["x"], "norm": by["norm"], "w": of_product["w"], **{r: t for r, t in of_product.items() if r == "bias"}}
