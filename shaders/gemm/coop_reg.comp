@@ -57,6 +57,8 @@ vec4 load_norm_weights(uint row) {
 const uint FIRST_ITEMS = PASS_N * OUT_QUADS < WG ? PASS_N * OUT_QUADS : WG;
 shared vec4 first_residuals[HAS_RESIDUAL != 0 ? FIRST_ITEMS : 1], first_norm_weights[NEXT_NORM != 0 ? FIRST_ITEMS : 1];
 
+uint weight_row(uint row) { return row; }
+
 void load_first() {
     const FirstItem item = first_item();
     if (NEXT_NORM != 0 && item.exists) first_norm_weights[gl_LocalInvocationID.x] = load_norm_weights(item.row);

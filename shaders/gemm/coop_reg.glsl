@@ -21,11 +21,12 @@
 // registers. With X_PART the workgroup reads x once for all its rows, a part of a block at a time, into shared memory: one part is
 // multiplied while the next one is stored there and the one after that is under way. A barrier stands between parts.
 //
-// The shader that includes this says what becomes of the sums, by four functions that every thread calls:
+// The shader that includes this says what becomes of the sums, by four functions that every thread calls, and which rows of the weight a tile has:
 //   load_first()         before the wait for x
 //   load_with_x()        after it, before the products
 //   load_after()         after the products, which leave no registers for what is loaded earlier
 //   store_tile()         once `stages` holds the sums of all subgroups for pass_count columns of the tile, from pass_first on
+//   weight_row(row)      the row of the weight that is row `row` of the product
 //
 // BY_EXPERTS 1: a grouped product (MUL_MAT_ID). A tile has slots of one expert, by a route, and a lane looks up where the columns that it holds
 // elements of lie in x. x is that of tokens or of slots, in whatever order of columns; its matrices may have other columns (X_FN) than those here.
@@ -120,9 +121,11 @@ float16_t half_at(uvec4 word, uint i) {
     return i % 2 == 0 ? pair.x : pair.y;
 }
 
+uint weight_row(uint row);
+
 // Unit `u` of a step, from this lane's row number i.
 UnitRaw fetch_unit(uint i, uint u, uint first_row, uint step) {
-    uint row = min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u);
+    uint row = weight_row(min(first_row + i / OWN_ROWS * FM + i % OWN_ROWS * ROW_GROUPS + gl_SubgroupInvocationID / ROW_LANES, p.m - 1u));
 #if BY_EXPERTS
     row += tile_matrix;
 #endif
@@ -369,7 +372,7 @@ void find_column_factors() {
 vec4 finished_sums(uint row, uint c) {
     vec4 v = UNIT_F16_SCALE * (X_SQUARES != 0 ? p.y_scale * column_factors[c] : p.y_scale) * sum_slices(row, c - pass_first);
     if (HAS_BIAS != 0)
-        [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[BIAS_ROW(min(tile_row + row + e, p.m - 1u))];
+        [[unroll]] for (uint e = 0; e < 4; e++) v[e] += bias[BIAS_ROW(weight_row(min(tile_row + row + e, p.m - 1u)))];
     return v;
 }
 

@@ -27,6 +27,8 @@ layout(std430, set = 0, binding = 2) writeonly buffer YQuads { vec4 y4[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer YHalves { float16_t y_half[]; };
 
+uint weight_row(uint row) { return row; }
+
 void load_first() {}
 
 void load_with_x() {}

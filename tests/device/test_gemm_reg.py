@@ -383,7 +383,15 @@ HEADS = OPS["LINEAR_ROPE_SET_ROWS"]
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize(
-    "more", [{"split": True, "bias": True, "n_dims": 16}, {"ext_factor": 1.0, "freq_scale": 1 / 32}, {"n_dims": -1}], ids=str
+    "more",
+    [
+        {"split": True, "bias": True, "n_dims": 16},
+        {"ext_factor": 1.0, "freq_scale": 1 / 32},
+        {"n_dims": -1},
+        {"mode": "neox"},
+        {"mode": "neox", "split": True, "bias": True, "n_dims": 16},
+    ],
+    ids=str,
 )
 def test_heads_have_the_bits_of_the_stage(more: dict[str, Any], device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
     """Turned by the angles of ROPE_ANGLES, against products whose heads QKV_ROPE_SET_ROWS turns and stores."""
@@ -434,7 +442,7 @@ def test_bits_of_a_slot_do_not_depend_on_others(quant: str, device: Device, kern
 
 
 def test_which_heads_products_can_turn_and_store() -> None:
-    """Neighbours, without a norm, into F16 caches; four rows of a thread in one head; rows in a known order."""
+    """Without a norm, into F16 caches; four rows of a thread in one head; rows in a known order."""
 
     def able(ctx: LowerContext = WITH_MATRICES, caches: str = "F16", head_dim: int = 64, **params: Any) -> bool:
         node = HEADS.build_case("Q4_K", 8, 4, 2, head_dim, 256, n_dims=params.pop("n_dims", 0)).build().node
@@ -444,7 +452,8 @@ def test_which_heads_products_can_turn_and_store() -> None:
         return stored_by_products(node.params["parts"], store, ctx)
 
     assert able() and able(n_dims=32) and able(head_dim=80) and able(n_dims=-1, mode="neox")
-    assert not able(mode="neox") and not able(has_norm=True) and not able(caches="Q8_0")
+    assert able(mode="neox") and able(mode="neox", n_dims=32)
+    assert not able(has_norm=True) and not able(caches="Q8_0")
     assert not able(head_dim=66) and not able(n_dims=30)
     assert not able(dataclasses.replace(WITH_MATRICES, row_lanes=0))
 

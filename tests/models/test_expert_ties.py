@@ -72,8 +72,8 @@ def model_with(experts: str, arch: str, folder: Path, monkeypatch: pytest.Monkey
 def test_logits_of_the_same_experts(
     experts: str, arch: str, device: Device, library: ShaderLibrary, ctx: LowerContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norm to route as one dispatch, the experts' sum, norm and packing as one, and attention by matrices: beside the tables' own kernels,
-    and barrier-free bit for bit as with barriers."""
+    """Norm to route as one dispatch, the experts' sum, norm and packing as one, RoPE and store by the products of Q, K and V, attention by
+    matrices: beside the tables' own kernels, and barrier-free bit for bit as with barriers."""
     skip_without("coop_reg", ctx.caps)
     model = model_with(experts, arch, tmp_path, monkeypatch)
     by_registers = kernel_params("coop_reg", ctx.caps) | {
@@ -89,6 +89,7 @@ def test_logits_of_the_same_experts(
     ordered, free = (run(sync, by_registers) for sync in ("barrier", "sentinel"))
     used = {d.kernel.source for d in free.schedule.dispatches()}
     assert {"topk/norm_route.comp", "gemm/coop_reg_experts.comp", "attention/decode/matrix.comp"} <= used
+    assert ("gemm/coop_reg_heads.comp" in used) == (arch == "tiny-gpt-oss")  # by pairs that are no neighbours; the other norms its heads
     assert free.schedule.barrier_free and not ordered.schedule.barrier_free and not free.timed_out
     logits = free.values["result_output"]
     np.testing.assert_array_equal(logits.view(np.uint32), ordered.values["result_output"].view(np.uint32))

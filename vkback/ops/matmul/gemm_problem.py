@@ -62,18 +62,20 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class Heads:
-    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K rotated (mode "normal").
+    """Where a product (coop_reg) stores heads of Q, K and V, those of Q and K rotated.
 
     q        F32 [n, n_head, head_dim]
     caches   of K and V, F16 [n_head_kv, n_ctx, head_dim]
     pos      I32 [n]: positions of the tokens; -1, or one outside the caches, stores nothing
     angles   F32 [n, pairs, 2], as ROPE_ANGLES makes them; None: nothing is rotated
+    neox     value i of a head is paired with i + pairs, else with its neighbour
     """
 
     q: Tensor
     caches: tuple[Tensor, Tensor]
     pos: Tensor
     angles: Tensor | None = None
+    neox: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -175,13 +175,6 @@ def stores_next_norm(w: Tensor, shape: GemmShape, caps: Capabilities) -> bool:
     return stores_units(w, False, shape, caps) and w.shape[0] % (4 * shape.tile_m) == 0 and of_subgroups
 
 
-def stores_heads(w: Tensor, row0: int, head_dim: int, pairs: int, shape: GemmShape, caps: Capabilities) -> bool:
-    """Whether the product with a weight, which makes heads from row `row0` of all of them on, can turn `pairs` pairs of them and store them
-    itself: four rows of a thread lie in one head, and all or none of their pairs are rotated."""
-    fours = not (w.shape[0] | row0 | head_dim) % 4 and not pairs % 2
-    return shape.kernel == "coop_reg" and fours and len(shards(w, caps)) == 1
-
-
 def lower(problem: Gemm, shape: GemmShape, caps: Capabilities) -> list[Dispatch]:
     """The dispatches of a product, one a shard of its weight. Raises PlanError for what the kernel cannot do."""
     stored = problem.y.type == "F32" or (problem.y.type == "F16" and stores_units(problem.w, problem.glu != "", shape, caps))
@@ -290,7 +283,8 @@ def _heads_spec(heads: Heads) -> Spec:
     """Constants of shaders/gemm/coop_reg_heads.comp alone."""
     q_rows, kv_rows, _ = heads.rows
     cache_rows = heads.caches[0].shape[1]
-    return {"Q_ROWS": q_rows, "KV_ROWS": kv_rows, "HEAD_DIM": heads.head_dim, "CACHE_ROWS": cache_rows, "ROPE_PAIRS": heads.pairs}
+    spec: Spec = {"Q_ROWS": q_rows, "KV_ROWS": kv_rows, "HEAD_DIM": heads.head_dim, "CACHE_ROWS": cache_rows}
+    return spec | {"ROPE_PAIRS": heads.pairs, "NEOX": int(heads.neox)}
 
 
 def _heads_buffers(heads: Heads, row0: int, m: int) -> dict[str, Arg | None]:

@@ -26,13 +26,20 @@ from vkback.ops.rope.rope import FREQUENCY, YARN, rotate_pairs
 
 
 def stored_by_products(parts: Sequence[Node], store: Node, ctx: LowerContext) -> bool:
-    """Whether the products `parts`, LINEAR that fill one packed tensor, can do what `store`, the QKV_ROPE_SET_ROWS of it, does: RoPE of
-    neighbours or none, no norm of heads, F16 caches, weights decoded in registers."""
+    """Whether the products `parts`, LINEAR that fill one packed tensor, can do what `store`, the QKV_ROPE_SET_ROWS of it, does: no norm of
+    heads, F16 caches, weights decoded in registers; where pairs are not neighbours, whole heads in each product."""
     params = store.params
     caches = [t for t in store.inputs if t.kind == "state"]
-    plain = not params["has_norm"] and (params["mode"] == "normal" or not params["n_dims"]) and all(t.type == "F16" for t in caches)
+    if params["has_norm"] or any(t.type != "F16" for t in caches):
+        return False
     head_dim, pairs = store.inputs[2].shape[-1], params["n_dims"] // 2
-    return plain and all(choice_of(LinearNode.of(part), ctx).stores_heads(head_dim, pairs) for part in parts)
+    linears = [LinearNode.of(part) for part in parts]
+    whole = all(node.m % head_dim == 0 == node.params.row0 % head_dim for node in linears)
+    return (whole or not _neox(store)) and all(choice_of(node, ctx).stores_heads(head_dim, pairs) for node in linears)
+
+
+def _neox(store: Node) -> bool:
+    return bool(store.params["n_dims"]) and store.params["mode"] == "neox"
 
 
 def fused(parts: Sequence[Node], store: Node, angles: Tensor | None) -> Node:
@@ -66,7 +73,7 @@ class LinearRopeSetRows(Op):
         q, k, v = np.split(np.concatenate(rows, axis=-1).reshape(len(rows[0]), heads + 2 * kv, dim), (heads, heads + kv), axis=1)
         if n_dims:
             cos, sin = np.moveaxis(np.asarray(inputs[-1], np.float64), -1, 0)
-            q, k = (rotate_pairs(x, cos, sin, "normal") for x in (q, k))
+            q, k = (rotate_pairs(x, cos, sin, store.params["mode"]) for x in (q, k))
         pos, *caches = (values[t.name] for t in store.inputs[1:4])
         return [q, *(set_rows(x, pos, cache) for x, cache in zip((k, v), caches, strict=True))]
 
@@ -75,7 +82,8 @@ class LinearRopeSetRows(Op):
         if not stored_by_products(parts, store, ctx):
             return [d for n in self.unfused(node) for d in OPS[n.op].lower(n, ctx)]
         q, cache_k, cache_v = node.outputs
-        heads = Heads(q, (cache_k, cache_v), store.inputs[1], node.inputs[-1] if store.params["n_dims"] else None)
+        angles = node.inputs[-1] if store.params["n_dims"] else None
+        heads = Heads(q, (cache_k, cache_v), store.inputs[1], angles, neox=_neox(store))
         found = []
         for part in parts:
             gemv = LinearNode.of(part)
@@ -94,14 +102,19 @@ class LinearRopeSetRows(Op):
         yield self.build_case("F16", 5, 4, 2, 32, 64).where(**REGISTERS)
         yield self.build_case("F16", 5, 3, 1, 32, 64, split=True, bias=True, n_dims=16).where(**REGISTERS)
         yield self.build_case("F16", 5, 4, 2, 32, 64, n_dims=-1).where(sync="sentinel", **REGISTERS)
+        yield self.build_case("F16", 5, 3, 1, 32, 64, mode="neox").where(**REGISTERS)
+        yield self.build_case("F16", 5, 4, 2, 32, 64, split=True, bias=True, n_dims=16, mode="neox").where(**REGISTERS)
 
     def full_cases(self) -> Iterator[Case]:
         sizes = ((4, 2, 64, 256), (7, 1, 80, 768), (8, 8, 128, 512))
         for quant, n, split, (heads, kv, dim, k) in product(("Q4_K", "Q6_K", "Q8_0", "MXFP4"), (2, 9, 16), (False, True), sizes):
             case = self.build_case(quant, n, heads, kv, dim, k, split=split, bias=n == 9, n_dims=32 if n == 2 else 0)
             yield from (case, case.where(**REGISTERS))  # as the device's tables have it, too
-        for mode in YARN[1::3]:
-            yield self.build_case("Q8_0", 3, 4, 2, 128, 64, **mode).where(**REGISTERS)
+        for quant, n, (heads, kv, dim, k) in product(("Q4_K", "MXFP4"), (2, 9, 16), sizes):
+            neox = self.build_case(quant, n, heads, kv, dim, k, split=n == 2, bias=n == 9, n_dims=32 if n == 2 else 0, mode="neox")
+            yield from (neox, neox.where(**REGISTERS))
+        for yarn in YARN[1::3]:
+            yield self.build_case("Q8_0", 3, 4, 2, 128, 64, **yarn).where(**REGISTERS)
 
     def build_case(
         self,
@@ -114,6 +127,7 @@ class LinearRopeSetRows(Op):
         split: bool = False,
         bias: bool = False,
         n_dims: int = 0,
+        mode: str = "normal",
         seed: int = 19,
         **given: Any,
     ) -> Case:
@@ -122,9 +136,11 @@ class LinearRopeSetRows(Op):
 
         split   the rows of Q are a product, those of K and V another
         n_dims  0: the head size, -1: nothing is rotated
+        mode    of RoPE: "normal" or "neox"
         given   of FREQUENCY
         """
         quant = known_type(type_a)
+        rope_angles.checked_mode(mode)
         q_rows, kv_rows = n_head * head_dim, 2 * n_head_kv * head_dim
         rows = [q_rows, kv_rows] if split else [q_rows + kv_rows]
         rotated = max(n_dims or head_dim, 0)
@@ -147,7 +163,7 @@ class LinearRopeSetRows(Op):
                     values[f"bias{i}"] = rng.uniform(-1, 1, m).astype(np.float32)
                 roles = ("w", "x", "bias")[: len(inputs)]
                 parts.append(Node("LINEAR", tuple(inputs), (packed,), {"roles": roles, "row0": sum(rows[:i]), "rows_total": sum(rows)}))
-            params = {**rope_angles.DEFAULTS, **given, "n_dims": rotated, "has_norm": False, "has_ff": False, "packed": True}
+            params = {**rope_angles.DEFAULTS, **given, "mode": mode, "n_dims": rotated, "has_norm": False, "has_ff": False, "packed": True}
             params |= {"n_head": n_head, "n_head_kv": n_head_kv, "head_dim": head_dim}
             outputs = (Tensor("q_out", "F32", (n, n_head, head_dim)), *caches)
             store = Node("QKV_ROPE_SET_ROWS", (packed, pos, *caches), outputs, params)
@@ -157,7 +173,7 @@ class LinearRopeSetRows(Op):
             return Problem(fused(parts, store, angles), values)
 
         shown: dict[str, Any] = {"type_a": type_word(quant), "n": n, "n_head": n_head, "n_head_kv": n_head_kv, "head_dim": head_dim, "k": k}
-        shown |= {"split": split, "bias": bias, "n_dims": n_dims, **given}
+        shown |= {"split": split, "bias": bias, "n_dims": n_dims, **({"mode": mode} if mode != "normal" else {}), **given}
         return Case(self.name, {**shown, "seed": seed}, make, seed)
 
 
