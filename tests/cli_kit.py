@@ -98,6 +98,7 @@ class FakeEngine:
         require_own_process=lambda: None,
     )
     devices = (device,)
+    expert_memory = SimpleNamespace(in_host=0)
 
     def __init__(self, text: str = "né, " * 50) -> None:
         self.tokenizer = FakeTokenizer()

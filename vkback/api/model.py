@@ -44,6 +44,7 @@ from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
 from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
+from vkback.engine.expert_memory import guessed_rates
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.engine.split.side_by_side import SideBySide
@@ -59,7 +60,7 @@ from vkback.models.texts import Pooling
 from vkback.ops.lowering import Act
 from vkback.report.bars import Bars
 from vkback.shader import ShaderLibrary
-from vkback.timing.read_rate import measure_read_rate
+from vkback.timing.read_rate import HOST_BYTES, measure_read_rate
 
 if TYPE_CHECKING:
     from vkback.api.device import Device
@@ -110,6 +111,8 @@ def load(
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
     tensor_split: Sequence[float] | None = None,
+    n_cpu_moe: int | None = None,
+    cpu_moe: bool = False,
     progress: bool | Report = False,
 ) -> LoadedModel:
     """Open a GGUF file, or a built-in model by its name, on a device.
@@ -134,6 +137,9 @@ def load(
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
     tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
+    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host, where kernels read them: for models that are larger than
+              the device's memory; 0: none; default: as many as must (docs/host_memory.md)
+    cpu_moe   those of all layers
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -154,6 +160,8 @@ def load(
         spec_earlier=spec_earlier,
         lora=adapters_given(lora, lora_scale),
         tensor_split=None if tensor_split is None else tuple(tensor_split),
+        n_cpu_moe=n_cpu_moe,
+        cpu_moe=cpu_moe,
         progress=reported(progress),
     )
     loaded = open_model(model, device, options)
@@ -173,7 +181,7 @@ def open_model(
     path = path_of(model)
     where = _devices_given(device)
     begun = time.perf_counter()
-    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates)
+    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates, host_rates=host_rates)
     if options.model_draft is not None:
         try:
             _attach_draft_model(engine, path_of(options.model_draft), options)
@@ -208,6 +216,19 @@ def read_rates(devices: Sequence[VulkanDevice]) -> list[float]:
         if device.caps.name not in found:
             found[device.caps.name] = measure_read_rate(device, ShaderLibrary()).gb_s
     return [found[device.caps.name] for device in devices]
+
+
+MIN_MEASURED = 64 << 20
+"""Bytes that must be free to measure a rate."""
+
+
+def host_rates(device: VulkanDevice) -> tuple[float, float]:
+    """GB/s at which a device was just measured to read its own memory, and that of the host; guesses for a CPU driver, whose memory is one,
+    and where little is free."""
+    if device.caps.software or device.free_memory() < MIN_MEASURED:
+        return guessed_rates(device)
+    library = ShaderLibrary()
+    return measure_read_rate(device, library).gb_s, measure_read_rate(device, library, HOST_BYTES, "host").gb_s
 
 
 def _attach_draft_model(engine: Engine, path: Path, options: LoadOptions) -> None:

@@ -72,6 +72,18 @@ TensorSplitOption = Annotated[
     ),
 ]
 
+CpuMoeLayersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--n-cpu-moe",
+        "-ncmoe",
+        min=0,
+        metavar="N",
+        help="Experts of the first N layers lie in host memory, where kernels read them [default: as many as must].",
+    ),
+]
+CpuMoeOption = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="Experts of all layers lie in host memory.")]
+
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
 LoraOption = Annotated[
@@ -205,6 +217,9 @@ class EngineLike(Protocol):
 
     @property
     def description(self) -> str: ...
+
+    @property
+    def expert_memory(self) -> Any: ...
 
     @property
     def tuning(self) -> str: ...
@@ -626,10 +641,10 @@ def shares(given: str | None) -> tuple[float, ...] | None:
 
 def load_engine(path: Path, device: str | None, options: LoadOptions) -> AbstractContextManager[EngineLike]:
     """Open a model on a device, for tokens rather than text."""
-    from vkback.api.model import read_rates
+    from vkback.api.model import host_rates, read_rates
     from vkback.engine.engine import Engine
 
-    return _loaded(Engine.open(path, device, options, rates=read_rates))
+    return _loaded(Engine.open(path, device, options, rates=read_rates, host_rates=host_rates))
 
 
 def measured_read_rate(device: Any) -> float:

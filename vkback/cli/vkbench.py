@@ -23,6 +23,8 @@ from vkback.cli.hosts import HostsOption, JournalOption, SchedulerOption, Worker
 from vkback.cli.shell import (
     ACTS,
     Command,
+    CpuMoeLayersOption,
+    CpuMoeOption,
     DevicesOption,
     EngineLike,
     ExactOption,
@@ -88,6 +90,8 @@ class Settings:
     repetitions: int
     device: str | None
     tensor_split: tuple[float, ...] | None
+    n_cpu_moe: int | None
+    cpu_moe: bool
     exact: bool
     fusion: str
     feed: Feed
@@ -132,6 +136,8 @@ def bench(
     ] = None,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
+    n_cpu_moe: CpuMoeLayersOption = None,
+    cpu_moe: CpuMoeOption = False,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0; several with commas.")
@@ -192,6 +198,8 @@ def bench(
         repetitions=repetitions or REPETITIONS,
         device=device,
         tensor_split=shares(tensor_split),
+        n_cpu_moe=n_cpu_moe,
+        cpu_moe=cpu_moe,
         exact=exact,
         fusion=fusion,
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
@@ -222,8 +230,9 @@ def bench(
             refuse("--store", "a store has speeds of one build; --save keeps the comparison")
         if output_err != "none":
             refuse("-oe", "the table is printed once; --save keeps it")
+        layers = "all" if cpu_moe else "" if n_cpu_moe is None else str(n_cpu_moe)
         hows = [
-            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "", tensor_split or "")
+            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "", tensor_split or "", layers)
             for path in files
             for a, u, c in variants
         ]
@@ -282,7 +291,7 @@ def _turns(
     k, v = cache
     n_ctx = max(t.n_ctx for t in tests)
     how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
-    how = replace(how, tensor_split=settings.tensor_split)
+    how = replace(how, tensor_split=settings.tensor_split, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe)
     with load_engine(path, settings.device, how) as engine:
         begun = datetime.now(UTC)
         take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
@@ -306,6 +315,7 @@ def _measure_all(
         k, v = cache
         how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
         how = replace(how, fusion=settings.fusion, tensor_split=settings.tensor_split)
+        how = replace(how, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe)
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
@@ -405,6 +415,7 @@ def _result(
         type_k=cache[0],
         type_v=cache[1],
         devices=settings.device or "auto",
+        n_cpu_moe=engine.expert_memory.in_host,
         tensor_split="/".join(f"{share:.2f}" for share in settings.tensor_split or (0.0,)),
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,

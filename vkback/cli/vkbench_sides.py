@@ -46,6 +46,8 @@ CHANGEABLE = {
     "-dev": "device",
     "--tensor-split": "tensor_split",
     "-ts": "tensor_split",
+    "--n-cpu-moe": "n_cpu_moe",
+    "-ncmoe": "n_cpu_moe",
 }
 """Options that --against may have otherwise, by the field of `How`."""
 
@@ -68,12 +70,15 @@ class How:
     exact: bool = False
     device: str = ""
     tensor_split: str = ""
+    n_cpu_moe: str = ""
+    """A number, or "all"."""
 
     def options(self) -> list[str]:
         """Of vkbench."""
         found = ["-m", str(self.model), "--act", self.act, "-ctk", self.type_k, "-ctv", self.type_v, "--feed", self.feed]
         found += ["-ub", self.ubatch] * bool(self.ubatch) + ["--device", self.device] * bool(self.device)
         found += ["-ts", self.tensor_split] * bool(self.tensor_split) + ["--exact"] * self.exact
+        found += ["--cpu-moe"] if self.n_cpu_moe == "all" else ["--n-cpu-moe", self.n_cpu_moe] * bool(self.n_cpu_moe)
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
     def of_llama_bench(self) -> list[str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from vkback.device.instance import ValidationMessage, devices_for, list_devices, selectors
     from vkback.device.kernel import Kernel, KernelSpec
-    from vkback.device.memory import Arena, BufferRange, HostPages, MemoryUse
+    from vkback.device.memory import Arena, BufferRange, HostPages, Kind, MemoryUse
     from vkback.device.queue import Gate, Ticket
     from vkback.device.recorder import Commands, Recorder
     from vkback.device.spirv import PushConstant, inspect
@@ -46,6 +46,7 @@ __all__ = [
     "HostPages",
     "Kernel",
     "KernelSpec",
+    "Kind",
     "MatrixShape",
     "MemoryType",
     "MemoryUse",
@@ -76,7 +77,7 @@ _PLACES = {
         "errors": "CompileOnly DeviceError DeviceLost FeatureMissing NoDevice OtherProcess OutOfDeviceMemory Timeout",
         "instance": "ValidationMessage devices_for list_devices selectors",
         "kernel": "Kernel KernelSpec",
-        "memory": "Arena BufferRange HostPages MemoryUse",
+        "memory": "Arena BufferRange HostPages Kind MemoryUse",
         "queue": "Gate Ticket",
         "recorder": "Commands Recorder",
         "spirv": "PushConstant inspect",

@@ -143,7 +143,8 @@ class Device:
     def arena(self, purpose: str, nbytes: int, kind: Kind = "device") -> Arena:
         """Memory for one purpose.
 
-        kind  "device", "upload" (host writes), "readback" (host reads), "host_visible_device" (device memory that is mapped)
+        kind  "device", "upload" (host writes), "readback" (host reads), "host_visible_device" (device memory that is mapped), "host" (what
+              kernels read where it lies, in memory of the host: imported pages where the driver takes them)
 
         Raises OutOfDeviceMemory with what was asked, what was free, and for what; FeatureMissing when there is no memory of that kind.
         """

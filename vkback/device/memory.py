@@ -23,8 +23,9 @@ from vkback.device.driver import (
     vk,
 )
 from vkback.device.errors import DeviceError, DeviceLost, FeatureMissing, OutOfDeviceMemory, human_bytes
+from vkback.device.host_memory import available_bytes, device_limit
 
-Kind = Literal["device", "upload", "readback", "host_visible_device", "imported"]
+Kind = Literal["device", "upload", "readback", "host_visible_device", "imported", "host"]
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 256
@@ -54,6 +55,11 @@ PREFERENCES: dict[Kind, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     "host_visible_device": ((frozenset({"device_local", "host_visible", "host_coherent"}), frozenset()),),
     "imported": (
         (frozenset({"host_visible", "host_coherent", "host_cached"}), frozenset({"device_local"})),
+        (frozenset({"host_visible", "host_coherent"}), frozenset()),
+    ),
+    "host": (
+        (frozenset({"host_visible", "host_coherent", "host_cached"}), frozenset({"device_local"})),
+        (frozenset({"host_visible", "host_coherent"}), frozenset({"device_local"})),
         (frozenset({"host_visible", "host_coherent"}), frozenset()),
     ),
 }
@@ -153,6 +159,7 @@ class _Block:
     heap: int
     address: int
     used: int = 0
+    pages: HostPages | None = None
 
 
 class Arena:
@@ -185,7 +192,7 @@ class Arena:
             left = self.nbytes
             while left > 0:
                 size = min(left, pool.block_limit)
-                self._blocks.append(pool.take(purpose, size, kind, left))
+                self._blocks.append(self._block(size, left))
                 left -= size
         except BaseException:
             self.destroy()
@@ -216,13 +223,19 @@ class Arena:
             )
         block = next((b for b in self._blocks if b.used + size <= b.size), None)
         if block is None:
-            block = pool.take(self.purpose, size, self.kind, size)
+            block = self._block(size, size)
             self._blocks.append(block)
         offset = block.used
         block.used += size
         self._given += size
         address = block.address + offset if block.address else 0
         return BufferRange(block.buffer, handle_value(block.buffer), offset, nbytes, name, self, address)
+
+    def _block(self, size: int, wanted: int) -> _Block:
+        """A buffer more; wanted as of `MemoryPool.take`."""
+        if self.kind == "host":
+            return self._pool.take_host(self.purpose, size, wanted)
+        return self._pool.take(self.purpose, size, self.kind, wanted)
 
     @property
     def free(self) -> int:
@@ -267,6 +280,7 @@ class MemoryPool:
         self.block_limit = caps.largest_buffer
         self._physical, self._instance_fn, self._caps = physical, instance_fn, caps
         self._taken = [0] * len(caps.heaps)
+        self._limit = device_limit()
         self.peak = 0
 
     def free(self, heap: int | None = None) -> int:
@@ -281,7 +295,10 @@ class MemoryPool:
         return max(left if budget is None else min(left, budget), 0)
 
     def _unclaimed(self, heap: int) -> int:
-        return self._caps.heaps[heap].size - self._taken[heap]
+        size = self._caps.heaps[heap].size
+        if self._limit is not None and heap == own_heap(self._caps):
+            size = min(size, self._limit)
+        return size - self._taken[heap]
 
     def take(self, purpose: str, size: int, kind: Kind, wanted: int) -> _Block:
         """A new buffer of `size` bytes on memory of its own. wanted:
@@ -324,6 +341,20 @@ class MemoryPool:
         self.peak = max(self.peak, sum(self._taken))
         return _Block(buffer, memory, size, chosen.heap, address)
 
+    def take_host(self, purpose: str, size: int, wanted: int) -> _Block:
+        """A new buffer of at least `size` bytes on memory of the host: imported where it can be, since a driver's heap of it may be small;
+        else of a memory type that is not the device's. wanted: bytes that this buffer and the purpose's further ones need."""
+        left = available_bytes()
+        if left is not None and wanted > left:
+            raise OutOfDeviceMemory(
+                f"[memory] {purpose}: {human_bytes(wanted)} of the host's memory asked, {human_bytes(left)} are available. End other "
+                "programs, or leave more on the device"
+            )
+        if EXTERNAL_HOST in self._caps.extensions:
+            with contextlib.suppress(FeatureMissing):
+                return self.imported(purpose, _pages(size, purpose))
+        return self.take(purpose, size, "host", wanted)
+
     def imported(self, purpose: str, pages: HostPages) -> _Block:
         """A buffer over memory of the host, which is of no heap. Raises FeatureMissing where that cannot be."""
         driver, caps = self.driver, self._caps
@@ -358,7 +389,7 @@ class MemoryPool:
             raise
         except DeviceError as error:
             raise FeatureMissing(f"{refused}: {error}. Copy through memory of kind 'readback' and 'upload'") from error
-        return _Block(buffer, memory, pages.size, -1, pages.address)
+        return _Block(buffer, memory, pages.size, -1, pages.address, pages=pages)
 
     def give_back(self, block: _Block) -> None:
         """Destroy a buffer and free its memory."""
@@ -389,6 +420,13 @@ def budget_left(physical: Handle, instance_fn: Any, caps: Capabilities, heap: in
     budget = struct("VkPhysicalDeviceMemoryBudgetPropertiesEXT")
     instance_fn.vkGetPhysicalDeviceMemoryProperties2(physical, struct("VkPhysicalDeviceMemoryProperties2", budget))
     return int(budget.heapBudget[heap]) - int(budget.heapUsage[heap])
+
+
+def _pages(nbytes: int, purpose: str) -> HostPages:
+    try:
+        return HostPages(nbytes)
+    except (OSError, MemoryError, ValueError) as error:
+        raise OutOfDeviceMemory(f"[memory] {purpose}: the host gives no {human_bytes(nbytes)} of memory: {error}") from error
 
 
 def _aligned(nbytes: int) -> int:

@@ -32,6 +32,7 @@ from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftModel, MtpBlock, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
+from vkback.engine.expert_memory import ExpertMemory, HostRates, expert_memory, fitting, forecast_line, guessed_rates, share_left
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.plans import MtpPlans, Plans
@@ -70,6 +71,7 @@ from vkback.program import CompileTotals, Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
 from vkback.tuning.lookup import Tuning, identity, tables_text
+from vkback.units import size_text
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -180,9 +182,10 @@ class Engine:
         before: Sequence[tuple[Device, Part]] = (),
         part: Part | None = None,
         weights_of: Engine | None = None,
+        host_rates: HostRates | None = None,
     ) -> None:
-        """Use `load`. meanwhile: as there. before: devices that have the layers before those of `part`, which are this one's, in order.
-        weights_of: nothing is loaded, this engine's are used."""
+        """Use `load`. meanwhile: as there; host_rates: as of `open`. before: devices that have the layers before those of `part`, which are
+        this one's, in order. weights_of: nothing is loaded, this engine's are used."""
         self.model = model
         self._options = options
         self.cache_types = cache = cache_types(model, options)
@@ -213,6 +216,8 @@ class Engine:
             )
         self._owned: list[Device] = []
         self._arenas: list[Arena] = []
+        self.expert_memory = ExpertMemory()
+        """Which experts lie in memory of the host."""
         self._adapters = AdapterMemory()
         self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
@@ -259,7 +264,8 @@ class Engine:
                 self._share_weights(weights_of)
                 return
             for stage in self._split.stages if self._split is not None else ():
-                stage.load(options.repack)
+                stage.load(options)
+            self.expert_memory = self._place_experts(weights, host_rates)
             self._adapters = self._scales_of(model)
             loaded = self._load(weights, meanwhile, options.repack)
             self._base = {name: (t, loaded.ranges[name]) for name, t in weights.items() if not is_adapter_tensor(name)}
@@ -324,12 +330,14 @@ class Engine:
         *,
         meanwhile: Callable[[Engine], object] | None = None,
         rates: Rates | None = None,
+        host_rates: HostRates | None = None,
     ) -> Engine:
         """Open a GGUF file and bring it to a device, or layer by layer to several.
 
         device     an open device, or what `Device.open` takes; several of these, or a text with commas between them: each gets some of the
                    layers, in this order (vkback/engine/split/layers.py)
         rates      measures how fast devices read their memory; without it a guess
+        host_rates  measures that of a device's own memory and of the host's, where experts must lie there; without it a guess
         meanwhile  called with the engine while its weights are on their way; it may `compile` what it is going to use, but run nothing
         Raises VkbackError for a broken file, an unknown architecture, no device, too little memory.
         """
@@ -349,20 +357,21 @@ class Engine:
             if len(devices) > 1:
                 parts = layer_parts(model, devices, options, cache_types(model, options), rates)
                 others = list(zip(devices[:-1], parts[:-1], strict=True))
-                engine = cls(model, devices[-1], options, meanwhile=meanwhile, before=others, part=parts[-1])
+                engine = cls(model, devices[-1], options, meanwhile=meanwhile, before=others, part=parts[-1], host_rates=host_rates)
             else:
                 if options.tensor_split is not None:
                     raise SplitError(
                         "[split] -ts is for several devices (tensor_split in Python); name them with --device 0,1, or leave it out"
                     )
-                engine = cls(model, devices[0], options, meanwhile=meanwhile)
+                engine = cls(model, devices[0], options, meanwhile=meanwhile, host_rates=host_rates)
             opened.pop_all()
         engine._owned = [each for each, given in zip(devices, asked, strict=True) if each is not given]
         return engine
 
     def _load(self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, repack: Repack | None) -> LoadedWeights:
         """Bring weights to the device, and meanwhile do other things."""
-        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack) as load:
+        names = self.expert_memory.names
+        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack, in_host=names) as load:
             self.weights = load.ranges
             progress_log.info("loading %s: %.0f MB", self.model.file.path, load.total_bytes / 1e6)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:
@@ -373,8 +382,25 @@ class Engine:
                         meanwhile(self)
             self.load_times = load.times
             loaded = load.loaded()
-        self._arenas.append(loaded.arena)
+        self._arenas += loaded.arenas
         return loaded
+
+    def _place_experts(self, weights: Mapping[str, Tensor], rates: HostRates | None) -> ExpertMemory:
+        """Decide which experts lie in memory of the host, and tell the user where nobody asked for it."""
+        asked = self._options.layers_in_host
+        if asked is not None:
+            return expert_memory(weights, asked, self.device)
+        if self._split is not None or not self.model.architecture.causal:
+            return ExpertMemory()
+        token = self._plans.token("logits")
+        used = [token, self._plans.prompt(self._prompts.sizes()[-1], "none")]
+        found = fitting(weights, self.device, used, self._state.arena.nbytes)
+        if found.in_host:
+            own, host = rates(self.device) if rates is not None else guessed_rates(self.device)
+            free = size_text(self.device.free_memory())
+            why = f"{self.model.file.path.name} does not fit the {free} that {self.device.caps.name} has left"
+            log.warning(forecast_line(found, share_left(token, found.names, own, host), own, host, why))
+        return found
 
     def beside(self) -> Engine:
         """Another text over the devices and weights of this engine, which is closed later: while one device works for this text, another
@@ -387,6 +413,7 @@ class Engine:
 
     def _share_weights(self, other: Engine) -> None:
         self.weights, self._plans.ctx = other.weights, other._plans.ctx
+        self.expert_memory = other.expert_memory
         if self._split is not None and other._split is not None:
             for stage, theirs in zip(self._split.stages, other._split.stages, strict=True):
                 stage.share(theirs)

@@ -18,6 +18,9 @@ from vkback.plan.passes.fuse import FUSIONS
 
 SPEC_TYPES = ("none", "ngram-simple", "draft-simple", "draft-mtp")
 
+ALL_LAYERS = 1 << 30
+"""More than any model has."""
+
 Exact = bool | Literal["requests"]
 """What has the same bits (docs/batch_invariance.md). "requests": a request, whoever else is served; True: the logits of a token, however
 many go with it."""
@@ -46,6 +49,9 @@ class LoadOptions:
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
     tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
+    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host (vkback/engine/expert_memory.py); None: as many as must,
+            where the model is larger than what the device has free
+    cpu_moe  those of all layers
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
     progress  called with how far loads, compiles and prompts are (vkback/events.py), from any thread
     """
@@ -68,6 +74,8 @@ class LoadOptions:
     spec_earlier: bool = False
     fusion: str = "all"
     tensor_split: tuple[float, ...] | None = None
+    n_cpu_moe: int | None = None
+    cpu_moe: bool = False
     repack: Repack | None = None
     progress: Report | None = None
 
@@ -78,9 +86,10 @@ class LoadOptions:
         for name in ("cache_type_k", "cache_type_v"):
             value = getattr(self, name)
             self._set(name, checks.choice(name, value.lower() if isinstance(value, str) else value, CACHE_WORDS))
-        for name in ("draft_max", "draft_min", "spec_pinned"):
-            value = getattr(self, name)
-            self._set(name, None if value is None and name == "draft_max" else checks.whole(name, value, "a whole number, 0 or more", 0))
+        for name in ("draft_max", "draft_min", "spec_pinned", "n_cpu_moe"):
+            value, may_be_none = getattr(self, name), name in ("draft_max", "n_cpu_moe")
+            expected = "a whole number, 0 or more" + ", or None" * (name == "n_cpu_moe")
+            self._set(name, None if value is None and may_be_none else checks.whole(name, value, expected, 0))
         self._set("draft_p_min", checks.number("draft_p_min", self.draft_p_min, "a number from 0 to 1", 0, 1))
         if self.draft_max is not None and self.draft_min > self.draft_max:
             raise checks.wrong("draft_min", self.draft_min, f"at most draft_max, {self.draft_max}")
@@ -93,6 +102,9 @@ class LoadOptions:
                 raise checks.wrong("spec_type", self.spec_type, "draft-simple with model_draft, and only then")
             self._set("spec_type", "draft-simple")
         self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
+        self._set("cpu_moe", checks.flag("cpu_moe", self.cpu_moe))
+        if self.cpu_moe and self.n_cpu_moe is not None:
+            raise checks.wrong("n_cpu_moe", self.n_cpu_moe, "None with cpu_moe, which takes the experts of all layers")
         if self.tensor_split is not None:
             self._set("tensor_split", _shares(self.tensor_split))
         checks.choice("act", self.act, ACTS)
@@ -107,6 +119,11 @@ class LoadOptions:
         self._set("lora_switched", checks.flag("lora_switched", self.lora_switched))
         if self.progress is not None and not callable(self.progress):
             raise checks.wrong("progress", self.progress, "a function, or None")
+
+    @property
+    def layers_in_host(self) -> int | None:
+        """How many layers, from the first on, have their experts in memory of the host; None: as many as must."""
+        return ALL_LAYERS if self.cpu_moe else self.n_cpu_moe
 
     def drafts(self, *, software: bool) -> Drafts | None:
         """What texts may draft; software: on a CPU driver."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -63,13 +63,20 @@ class _Piece:
 
 
 class LoadedWeights(NamedTuple):
-    """arena holds all of them, and the caller destroys it; ranges has every weight's shards; beyond_f16 names matrices with weights that
-    f16 cannot hold, coarse those whose quantization step is too large for subnormal f16 (LowerContext)."""
+    """arena holds all of them but those in memory of the host, which `host` holds; the caller destroys both. ranges has every weight's
+    shards; beyond_f16 names matrices with weights that f16 cannot hold, coarse those whose quantization step is too large for subnormal f16
+    (LowerContext)."""
 
     arena: Arena
     ranges: dict[str, WeightRanges]
     beyond_f16: frozenset[str]
     coarse: frozenset[str]
+    host: Arena | None = None
+
+    @property
+    def arenas(self) -> list[Arena]:
+        """All memory that there is."""
+        return [self.arena, *([self.host] if self.host is not None else [])]
 
 
 def device_bytes(weight: Tensor, device: Device) -> int:
@@ -94,22 +101,29 @@ class WeightLoad:
         library: ShaderLibrary | None = None,
         *,
         repack: Repack | None = None,
+        in_host: Collection[str] = (),
     ) -> None:
         """weights: by name, with the recipes that say which tensors of the file make them. The size is known, and all memory taken, before
-        anything is read. repack: where, by default `repacks`; the device needs `library`. The host does where a weight is decoded."""
+        anything is read. repack: where, by default `repacks`; the device needs `library`. The host does where a weight is decoded. in_host:
+        names of weights that kernels read in memory of the host."""
         self._file, self._device = file, device
         self.total_bytes = sum(file_bytes(file, w) for w in weights.values())
         self.times = StreamTimes()
         self.ranges: dict[str, WeightRanges] = {}
-        self.arena = device.arena("weights", sum(device_bytes(w, device) for w in weights.values()), "device")
+        sizes_of = {w.name: device_bytes(w, device) for w in weights.values()}
+        there = sum(size for name, size in sizes_of.items() if name in in_host)
+        self.arena = device.arena("weights", max(sum(sizes_of.values()) - there, 1), "device")
+        self.host: Arena | None = None
         self._beyond_f16: set[str] = set()
         self._coarse: set[str] = set()
         self._stop = threading.Event()
         self._stream: WeightStream | None = None
         try:
+            self.host = device.arena("weights in host memory", there, "host") if there else None
             for w in weights.values():
                 sizes = [4 * w.shape[0]] if len(w.shape) == 1 else [s.layout.nbytes for s in shards(w, device.caps)]
-                self.ranges[w.name] = WeightRanges(tuple(self.arena.alloc(size, w.name) for size in sizes))
+                arena = self.host if self.host is not None and w.name in in_host else self.arena
+                self.ranges[w.name] = WeightRanges(tuple(arena.alloc(size, w.name) for size in sizes))
             self._vectors = {w: vector_values(file, w) for w in weights.values() if len(w.shape) == 1}
             matrices = [w for w in weights.values() if len(w.shape) > 1]
             by_device = (repack or repacks(device.caps)) == "device"
@@ -139,6 +153,8 @@ class WeightLoad:
         if self._stream is not None:
             self._stream.close()
         self.arena.destroy()
+        if self.host is not None:
+            self.host.destroy()
 
     @contextlib.contextmanager
     def running(self, work: Reported) -> Iterator[None]:
@@ -204,7 +220,7 @@ class WeightLoad:
         """After `run`: the weights. Staging memory goes back."""
         if self._stream is not None:
             self._stream.close()
-        return LoadedWeights(self.arena, self.ranges, frozenset(self._beyond_f16), frozenset(self._coarse))
+        return LoadedWeights(self.arena, self.ranges, frozenset(self._beyond_f16), frozenset(self._coarse), self.host)
 
 
 def load_weights(

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from vkback.device import BufferRange, Device, Kernel
+from vkback.device import BufferRange, Device, Kernel, Kind
 from vkback.ops.dispatch import MAX_GROUPS_X, pack_push
 from vkback.shader import ShaderLibrary, Variant
 from vkback.timing.launches import COLD_BYTES, span_us, warm_up
@@ -55,8 +55,13 @@ def _fill(device: Device, source: BufferRange) -> None:
     device.run(rec)
 
 
-def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None = None) -> ReadRate:
-    """Read `nbytes` (default: far more than any cache, at most a quarter of what is free) with several grids; the best of them.
+HOST_BYTES = 256 << 20
+"""What is read of the host's memory: PCIe takes 5 to 20 ms for it."""
+
+
+def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None = None, kind: Kind = "device") -> ReadRate:
+    """Read `nbytes` (default: far more than any cache, at most a quarter of what is free) with several grids; the best of them. kind: of
+    memory.
 
     Timed with GPU timestamps, each grid the best of three runs after a warm-up.
     """
@@ -65,7 +70,7 @@ def measure_read_rate(device: Device, library: ShaderLibrary, nbytes: int | None
     size = min(nbytes or (SOFTWARE_BYTES if software else 2 << 30), limit) // (1 << 20) * (1 << 20)
     grids = SOFTWARE_GRIDS if software else GRIDS
     best = ReadRate(0.0, size, 0, 0)
-    with device.arena("read rate", size + 4096, "device") as arena:
+    with device.arena("read rate", size + 4096, kind) as arena:
         source, sink = arena.alloc(size, "source"), arena.alloc(256, "sink")
         _fill(device, source)
         for threads, groups in grids:

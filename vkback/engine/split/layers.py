@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vkback.device import Device
+from vkback.engine.expert_memory import layer_of
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.weights import device_bytes
 from vkback.errors import VkbackError
@@ -49,8 +50,9 @@ class Sizes:
         return self.first * part.begins + sum(self.layers[part.first : part.end]) + self.last * part.ends
 
 
-def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes) -> Sizes:
-    """Of a context of so many rows, as this device stores weights. What cannot be cut counts to the layer before."""
+def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, in_host: int = 0) -> Sizes:
+    """Of a context of so many rows, as this device stores weights. What cannot be cut counts to the layer before. in_host: layers, from the
+    first on, whose experts lie in memory of the host."""
     graph, n = model.graph(1, n_ctx, head="all", cache=cache), model.hp.n_layer
     places = [layer for layer in range(n) if any(t.name == f"l_out-{layer}" for node in graph.nodes for t in node.outputs)]
     ends = {layer: border(graph, layer + 1) for layer in places}
@@ -58,17 +60,18 @@ def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes) -> Siz
     seen: set[str] = set()
     layers, at = [], 0
     for bound in bounds:
-        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, seen))
+        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, seen, in_host))
         at = max(bound, at)
     first = _embedding(graph, device)
     layers[0] = max(layers[0] - first, 0)
     return Sizes(tuple(layers), first, _bytes(graph.nodes[at:], device, set()))
 
 
-def _bytes(nodes: Sequence[Node], device: Device, seen: set[str]) -> int:
-    """Of weights and states that nodes use. seen: those that count already."""
+def _bytes(nodes: Sequence[Node], device: Device, seen: set[str], in_host: int = 0) -> int:
+    """Of weights and states that nodes use. seen: those that count already. in_host: as of `sizes_of`."""
     found = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.kind in ("weight", "state") and t.name not in seen}
     seen |= found.keys()
+    found = {name: t for name, t in found.items() if t.kind == "state" or (layer := layer_of(t)) is None or layer >= in_host}
     return sum(device_bytes(t, device) if t.kind == "weight" else nbytes(t) for t in found.values())
 
 
@@ -91,7 +94,8 @@ def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, c
             f"[split] {name}: {model.architecture.name} with {layers} layers can be cut in {len(places) + 1} parts, for {count} devices; "
             f"expected at most {len(places) + 1}: name fewer with --device"
         )
-    sizes = [sizes_of(model, device, n_ctx, cache) for device in devices]
+    there = options.layers_in_host or 0
+    sizes = [sizes_of(model, device, n_ctx, cache, there) for device in devices]
     free = [device.free_memory() for device in devices]
     if options.tensor_split is not None:
         if len(options.tensor_split) != count:

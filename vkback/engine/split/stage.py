@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from vkback.device import Arena, BufferRange, Commands, Device
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.device_state import DeviceState
+from vkback.engine.expert_memory import expert_memory
 from vkback.engine.kernels import KernelCompiler
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.plans import Plans
 from vkback.engine.prompts import Prompts
 from vkback.engine.split.border import Border, Copies
 from vkback.engine.split.layers import SplitError
 from vkback.engine.token_programs import INPUT_BYTES
-from vkback.engine.weights import Repack, WeightLoad
+from vkback.engine.weights import WeightLoad
 from vkback.events import Report, Reported, progress_log
 from vkback.graph import Tensor
 from vkback.models.registry import Model
@@ -100,7 +102,7 @@ class Stage:
         self.weights: dict[str, WeightRanges] = {}
         self.checkpoint: Checkpoint | None = None
         self.ubatch = ubatch
-        self._weights_arena: Arena | None = None
+        self._weights_arenas: list[Arena] = []
         self._state: DeviceState | None = None
         self._inputs: Arena | None = None
         self._back: Arena
@@ -153,16 +155,17 @@ class Stage:
         """Use the weights of another text's stage."""
         self.weights, self.plans.ctx = other.weights, other.plans.ctx
 
-    def load(self, repack: Repack | None) -> None:
-        """Bring its weights to the device."""
+    def load(self, options: LoadOptions) -> None:
+        """Bring its weights to the device, and the experts that are asked for to memory of the host."""
         known = self._model.architecture.by_context
         weights = {name: self._model.hp.weights[name] for name in known if self._model.hp.has_weight(name)} | self._tensors("weight")
-        with WeightLoad(self._model.file, weights, self.device, self._library, repack=repack) as load:
+        there = expert_memory(weights, options.layers_in_host or 0, self.device).names
+        with WeightLoad(self._model.file, weights, self.device, self._library, repack=options.repack, in_host=there) as load:
             progress_log.info("loading %s: %.0f MB, for %s", self._model.file.path, load.total_bytes / 1e6, self.device.caps.name)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:
                 load.run(work.advance, work.waits_for)
             loaded = load.loaded()
-        self.weights, self._weights_arena = loaded.ranges, loaded.arena
+        self.weights, self._weights_arenas = loaded.ranges, loaded.arenas
         if loaded.beyond_f16 or loaded.coarse:
             self.prompts.close()
             self.plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
@@ -236,9 +239,9 @@ class Stage:
     def close(self) -> None:
         """Destroy everything but the device."""
         self.release()
-        if self._weights_arena is not None:
-            self._weights_arena.destroy()
-            self._weights_arena = None
+        for arena in self._weights_arenas:
+            arena.destroy()
+        self._weights_arenas = []
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Those that programs of one and of several tokens use."""

@@ -1,0 +1,178 @@
+"""Experts in memory of the host, read there by the kernels: the bits, the automatic choice, and what is said when nothing fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from vkback.checks import OptionError
+from vkback.cli.main import app
+from vkback.device import Device, FeatureMissing, HostPages, OutOfDeviceMemory, memory
+from vkback.device.host_memory import LimitError, available_bytes, device_limit
+from vkback.device.memory import MemoryPool
+from vkback.engine.batch.batch import Batch, Request
+from vkback.engine.engine import Engine
+from vkback.engine.expert_memory import layer_of, share_left
+from vkback.engine.load_options import LoadOptions
+from vkback.engine.sampler import Sampler
+from vkback.engine.weights import Repack
+from vkback.graph import Recipe, Tensor
+from vkback.models.synth import synthesize
+from vkback.ops.dispatch import Arg, Dispatch
+from vkback.plan.schedule import Schedule
+from vkback.shader import Variant
+
+TOKENS = np.random.default_rng(7).integers(0, 300, 40).tolist()
+HOW: dict[str, Any] = {"ctx": 64, "ubatch": 16, "act": "f32"}
+
+
+@pytest.fixture(scope="module")
+def qwen3moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts") / "qwen3moe.gguf"
+    synthesize("tiny-qwen3moe-Q8_0", path)
+    return path
+
+
+def what_it_makes(engine: Engine) -> list[np.ndarray]:
+    """Bits of logits, a text and texts of a batch."""
+    found = [engine.prompt_logits(TOKENS).view(np.uint32), engine.decode_logits(5).view(np.uint32)]
+    found.append(np.array(list(engine.generate(TOKENS[3], 8, stop_at_eos=False))))
+    engine.reset()
+    with Batch(engine, sequences=3) as batch:
+        ids = [batch.add(Request(tuple(TOKENS[i : i + 9]), 5, Sampler(), stop_at_eos=False)) for i in range(3)]
+        updates = batch.run()
+        found += [np.array([token for update in updates if update.id == id for token in update.tokens]) for id in ids]
+    return found
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("repack", ["host", "device"])
+def test_experts_in_host_memory_have_the_bits_of_those_on_the_device(qwen3moe: Path, device: Device, repack: Repack) -> None:
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW, repack=repack)) as engine:
+        assert not engine.expert_memory.names
+        expected = what_it_makes(engine)
+    for options, layers in (({"n_cpu_moe": 2}, 2), ({"cpu_moe": True}, 3)):
+        with Engine.open(qwen3moe, device, LoadOptions(**HOW, repack=repack, **options)) as engine:
+            assert engine.expert_memory.in_host == layers and len(engine.expert_memory.layers) == 3
+            there = {name for name, found in engine.weights.items() if found.shards[0].arena.kind == "host"}
+            assert there == engine.expert_memory.names and len(there) >= 2 * layers
+            assert all(name.startswith("blk.") and "exps" in name for name in there)
+            found = what_it_makes(engine)
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def small(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The same chip, of whose memory so much may be used that experts of some layers of qwen3moe do not fit."""
+    monkeypatch.setenv("VKBACK_DEVICE_MB", "0.95")
+    with Device.open(device.index) as opened:
+        yield opened
+
+
+@pytest.mark.vulkan
+def test_a_model_larger_than_the_memory_gets_its_experts_to_the_host(
+    qwen3moe: Path, device: Device, small: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW)) as engine:
+        expected = engine.prompt_logits(TOKENS), list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
+        use = device.memory_use().nbytes
+    assert not caplog.records and use > small.free_memory()
+    with Engine.open(qwen3moe, small, LoadOptions(**HOW)) as engine:
+        assert 0 < engine.expert_memory.in_host <= 3
+        found = engine.prompt_logits(TOKENS), list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
+    assert np.array_equal(found[0], expected[0]) and found[1] == expected[1]
+    (record,) = caplog.records
+    said = r".*gguf does not fit the [\d.]+ MiB that .* has left: experts of 1 of 3 layers in host memory \([\d.]+ MiB\), forecast 100 %"
+    assert re.match(said, record.getMessage())  # a CPU driver reads one memory
+    with pytest.raises(OutOfDeviceMemory):
+        Engine.open(qwen3moe, small, LoadOptions(**HOW, n_cpu_moe=0))
+
+
+@pytest.mark.vulkan
+def test_layers_of_several_devices_have_their_experts_in_host_memory(qwen3moe: Path, device: Device) -> None:
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW)) as engine:
+        expected = engine.prompt_logits(TOKENS)
+    halves = LoadOptions(**HOW, tensor_split=(1, 1), cpu_moe=True)
+    with Device.open(device.index) as second, Engine.open(qwen3moe, [device, second], halves) as engine:
+        purposes = [each.memory_use().purposes for each in (device, second)]
+        found = engine.prompt_logits(TOKENS)
+    assert all("weights in host memory" in each for each in purposes) and np.array_equal(found, expected)
+
+
+@pytest.mark.vulkan
+def test_a_device_that_imports_nothing_takes_host_memory_of_its_driver(
+    qwen3moe: Path, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: MemoryPool, purpose: str, pages: HostPages) -> None:
+        raise FeatureMissing("no import")
+
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW)) as engine:
+        expected = engine.prompt_logits(TOKENS)
+    monkeypatch.setattr(MemoryPool, "imported", refused)
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW, cpu_moe=True)) as engine:
+        assert np.array_equal(engine.prompt_logits(TOKENS), expected)
+
+
+@pytest.mark.vulkan
+def test_a_host_without_memory_refuses_before_anything_is_taken(qwen3moe: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = device.live_objects()
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000)
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"^\[memory\] weights in host memory: [\d.]+ KiB of the host's memory asked, 1000 B are available\. End"
+    ):
+        Engine.open(qwen3moe, device, LoadOptions(**HOW, cpu_moe=True))
+    assert device.live_objects() == before
+
+
+def test_layers_are_told_by_the_names_of_their_tensors() -> None:
+    def weight(*sources: str, shape: tuple[int, ...] = (4, 32, 32)) -> Tensor:
+        return Tensor("w", "Q8_0", shape, "weight", Recipe("interleave", sources))
+
+    assert layer_of(weight("blk.12.ffn_gate_exps.weight", "blk.12.ffn_up_exps.weight")) == 12
+    assert layer_of(weight("blk.3.ffn_down_exps.weight")) == 3 and layer_of(weight("blk.3.ffn_gate_up_exps.weight")) == 3
+    assert layer_of(weight("blk.3.ffn_down_shexp.weight", shape=(32, 32))) is None
+    assert layer_of(weight("blk.3.ffn_down_exps.bias", shape=(128,))) is None
+
+
+def test_the_forecast_counts_bytes() -> None:
+    def product(name: str, nbytes: int) -> Dispatch:
+        return Dispatch(
+            Variant("x"), (Arg(Tensor(name, "Q8_0", (2, 32, 32), "weight")),), b"", (1, 1, 1), "LINEAR", name, weight_bytes=nbytes
+        )
+
+    schedule = Schedule([[product("dense", 600)], [product("experts", 400)]])
+    assert share_left(schedule, frozenset(), 4000.0, 50.0) == 1.0
+    # 1000 bytes at 4000: 0.25; 600 at 4000 and 400 at 50: 8.15
+    assert share_left(schedule, frozenset({"experts"}), 4000.0, 50.0) == pytest.approx(0.25 / 8.15)
+    assert share_left(schedule, frozenset({"experts"}), 40.0, 50.0) == 1.0  # the host's memory is no faster than the device's own
+
+
+def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"n_cpu_moe is -1 \(int\), expected a whole number, 0 or more, or None"):
+        LoadOptions(n_cpu_moe=-1)
+    with pytest.raises(OptionError, match=r"n_cpu_moe is 3 \(int\), expected None with cpu_moe"):
+        LoadOptions(n_cpu_moe=3, cpu_moe=True)
+    for text in ("many", "0", "-3", "nan", "inf"):
+        monkeypatch.setenv("VKBACK_DEVICE_MB", text)
+        with pytest.raises(LimitError, match=rf"VKBACK_DEVICE_MB is '{text}'; expected a number of megabytes above 0"):
+            device_limit()
+    monkeypatch.setenv("VKBACK_DEVICE_MB", "1.5")
+    assert device_limit() == 1500000
+
+
+def test_the_host_tells_what_is_available() -> None:
+    found = available_bytes()
+    assert found is None or found > 1 << 20
+
+
+@pytest.mark.vulkan
+def test_commands_take_the_options_of_llama_cpp(qwen3moe: Path) -> None:
+    for option in (["-ncmoe", "1"], ["--n-cpu-moe", "3"], ["-cmoe"], ["--cpu-moe"]):
+        run = CliRunner().invoke(app, ["run", "-m", str(qwen3moe), "--tokens", "1,2,3", "-n", "2", "--ctx", "64", *option])
+        assert run.exit_code == 0, run.output
