@@ -10,14 +10,15 @@
 //   6  draws   I32 [n]: 0: it picks nothing; 1: the sequence's last token; 1 + i: its draft i
 //   7  pages   I32 [n_slots, max_pages]
 //   8  draft   I32 [n_slots, 96], see vkback/ops/sampling/lookup.py: STEPS, DRAFTED, ACCEPTED, and both by place
+//   9  seen    I32 [n_slots, 4 + vocab + n_ctx] (PENALIZED), see sample/penalties.comp: the tokens of all columns that counted are counted in
 //
 // One workgroup, a thread for each column.
 //
-// Defines: WG_SIZE, MAX_COLUMNS
+// Defines: WG_SIZE, MAX_COLUMNS, PENALIZED 1 or nothing
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
-    uint n, capacity, n_slots, page, max_pages;
+    uint n, capacity, n_slots, page, max_pages, vocab, n_ctx;
 } p;
 
 layout(binding = 0) readonly buffer Picked { int picked[]; };
@@ -29,6 +30,9 @@ layout(binding = 5) readonly buffer Slots { int slots[]; };
 layout(binding = 6) readonly buffer Draws { int draws[]; };
 layout(binding = 7) readonly buffer Pages { int pages[]; };
 layout(binding = 8) buffer Draft { int draft[]; };
+#ifdef PENALIZED
+layout(binding = 9) buffer Seen { int seen[]; };
+#endif
 
 const uint STEP = 0u, STATUS = 1u, LIMIT = 2u, N_EOS = 13u, EOS = 16u, RING = 32u, MAX_EOS = 16u;
 const int NAN = 1, ENDED = 2, FULL = 3, NO_PAGE = 4;
@@ -44,6 +48,17 @@ uint column_of(uint of, int i) {
     return p.n;
 }
 
+#ifdef PENALIZED
+// What sample/penalties.comp does for one token of a sequence.
+void count_in(uint of, int t, int place) {
+    const uint mine = of * (4u + p.vocab + p.n_ctx), counts = mine + 4u, places = counts + p.vocab;
+    const int last_n = seen[mine + 3u], leaves = place - last_n;
+    seen[counts + uint(t)] += 1;
+    if (place < int(p.n_ctx)) seen[places + uint(place)] = t;
+    if (leaves >= 0 && leaves < int(p.n_ctx)) seen[counts + uint(seen[places + uint(leaves)])] -= 1;
+}
+#endif
+
 void take(uint column) {
     const uint mine = slot[column], loop = mine * (RING + p.capacity), counts = mine * DRAFT_WORDS;
     const int limit = loop_words[loop + LIMIT];
@@ -58,6 +73,9 @@ void take(uint column) {
         }
         const int picks = id[from];
         loop_words[loop + RING + uint(step) % p.capacity] = picks;
+#ifdef PENALIZED
+        count_in(mine, token[from], at[column] + made);
+#endif
         step++;
         made++;
         const uint n_eos = min(uint(loop_words[loop + N_EOS]), MAX_EOS);

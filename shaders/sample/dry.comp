@@ -1,6 +1,7 @@
 #version 450
 // DRY: tokens that would lengthen a repetition of the text's end lose of their logits, the more the longer it is. With COLUMNS: DRY_COLUMNS,
-// of n columns, each with the text, loop and settings of its sequence's slot.
+// of n columns, each with the text, loop and settings of its sequence's slot. With DRAFTS: DRY_DRAFTS, of n columns of one text, of which
+// column t follows the tokens of columns 0..t, which `seen` does not have yet; with both DRY_DRAFTS_COLUMNS.
 //
 // Bindings:
 //   0  y       F32 [vocab]: logits, changed in place
@@ -13,9 +14,13 @@
 //   with COLUMNS
 //   5  slots, 6  draws   I32 [n], as of sample/penalties.comp; seen, loop and dry are those of one slot after those of another
 //
+//   with DRAFTS, behind those
+//   5 or 7  tokens   I32 [n], see sample/taken.glsl
+//   6 or 8  longest  I32 [n, vocab]: of each column the last part of `dry`, which is not used then
+//
 // One workgroup a column. Threads take places of the text; neighbouring threads read neighbouring ones.
 //
-// Defines: WG_SIZE, COLUMNS 1 or nothing
+// Defines: WG_SIZE, COLUMNS and DRAFTS 1 or nothing; with both MAX_COLUMNS
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -33,6 +38,13 @@ layout(binding = 4) coherent buffer Dry { int dry[]; };
 #ifdef COLUMNS
 layout(binding = 5) readonly buffer Slots { int slots[]; };
 layout(binding = 6) readonly buffer Draws { int draws[]; };
+#define TOKENS_BIND 7
+#else
+#define TOKENS_BIND 5
+#endif
+#ifdef DRAFTS
+layout(binding = TOKENS_BIND) readonly buffer Tokens { int tokens[]; };
+layout(binding = TOKENS_BIND + 1) coherent buffer Longest { int longest[]; };
 #endif
 
 #include "sample/column.glsl"
@@ -42,10 +54,20 @@ const uint LONGEST = 64u;    // tokens of a repetition that are compared
 
 #define IN_SEEN(i) IN_SLOT(i, 4u + p.vocab + p.n_ctx)
 #define IN_DRY(i) IN_SLOT(i, BREAKERS + 2u * p.vocab)
+#ifdef DRAFTS
+#include "sample/taken.glsl"
+#define LONGEST_OF(token) longest[IN_COLUMN(token, p.vocab)]
+#else
+#define LONGEST_OF(token) dry[IN_DRY(BREAKERS + p.vocab + token)]
+#endif
 
 shared uint broken;
 
 int token_at(uint place) {
+#ifdef DRAFTS
+    const int drafted = int(place) - (pos[COLUMN] - last_taken());
+    if (drafted >= 0) return taken(drafted);
+#endif
     return seen[IN_SEEN(4u + p.vocab + place)];
 }
 
@@ -65,10 +87,13 @@ uint breaks_at(uint place, uint length) {
 
 void main() {
     const uint tid = gl_LocalInvocationID.x;
+#ifdef DRAFTS
+    gather_taken();
+#endif
 #ifdef COLUMNS
     if (pos[COLUMN] < 0 || draws[COLUMN] == 0 || uint(slots[COLUMN]) >= p.n_slots || loop_words[IN_SLOT(1u, p.loop_words)] != 0) return;
 #else
-    if (loop_words[1] != 0) return;
+    if (pos[COLUMN] < 0 || loop_words[1] != 0) return;
 #endif
     const float multiplier = intBitsToFloat(dry[IN_DRY(MULTIPLIER)]);
     const uint length = min(uint(pos[COLUMN]) + 1u, p.n_ctx), last_n = uint(dry[IN_DRY(LAST_N)]), allowed = uint(dry[IN_DRY(ALLOWED)]);
@@ -87,17 +112,16 @@ void main() {
     const uint most = min(reach, LONGEST);
     if (most < allowed) return;
 
-    const uint longest = BREAKERS + p.vocab;
     for (uint place = first + tid; place + 1u < length; place += WG_SIZE) {
         uint same = 0u;
         while (same < most && place >= first + same && token_at(place - same) == token_at(length - 1u - same)) same++;
-        if (same >= allowed) atomicMax(dry[IN_DRY(longest + uint(token_at(place + 1u)))], int(same));
+        if (same >= allowed) atomicMax(LONGEST_OF(uint(token_at(place + 1u))), int(same));
     }
     memoryBarrierBuffer();
     barrier();
     for (uint place = first + tid; place + 1u < length; place += WG_SIZE) {
         const uint token = uint(token_at(place + 1u));
-        const int same = atomicExchange(dry[IN_DRY(longest + token)], 0);
+        const int same = atomicExchange(LONGEST_OF(token), 0);
         if (same <= 0 || (dry[IN_DRY(BREAKERS + token)] & 1) != 0) continue;
         const float grown = min(float(uint(same) - allowed) * log(intBitsToFloat(dry[IN_DRY(BASE)])), 80.0);
         y[IN_COLUMN(token, p.vocab)] -= multiplier * exp(grown);

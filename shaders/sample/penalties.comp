@@ -2,7 +2,8 @@
 // PENALTIES: prepares logits for SAMPLE. Adds a bias per token, then penalizes tokens among the last `last_n` of the text;
 // with MASKED, only tokens whose bit is set remain. With COLUMNS: PENALTIES_COLUMNS, of n columns, each with the bias, text, loop and mask of
 // its sequence's slot; logits of a column that picks nothing pass through. With DRAFTS: PENALTIES_DRAFTS, of n columns of one text, of which
-// column t follows the tokens of columns 0..t; nothing is counted in `seen`, which sample/accept.comp does.
+// column t follows the tokens of columns 0..t; nothing is counted in `seen`, which sample/accept.comp does. With both:
+// PENALTIES_DRAFTS_COLUMNS, of sequences with drafts.
 //
 // Bindings:
 //   0  logits  F32 [vocab]
@@ -16,12 +17,12 @@
 //   7  mask    I32 [ceil(vocab / 32)] (MASKED; of columns the last binding): bit id % 32 of word id / 32; a token without its bit gets -inf
 //   with COLUMNS
 //   7  slots   I32 [n]: bias, seen, loop and mask are those of one slot after those of another; logits and y of one column after another's
-//   8  draws   I32 [n]: 0: the column picks nothing
+//   8  draws   I32 [n]: 0: the column picks nothing; with DRAFTS 1: the last token of its sequence, 1 + i: its draft i
 //   with DRAFTS logits, tokens, pos, y and mask are those of one column after another's; a column with pos -1 passes through
 //
 // One thread per token of the vocabulary, of each column along y; only that thread touches the token's count.
 //
-// Defines: WG_SIZE, and MASKED and COLUMNS or DRAFTS 1 or nothing
+// Defines: WG_SIZE, and MASKED, COLUMNS and DRAFTS 1 or nothing; with the last two MAX_COLUMNS
 layout(local_size_x = WG_SIZE) in;
 
 layout(push_constant) uniform Push {
@@ -60,8 +61,15 @@ const uint COUNTS = 4u;
 #endif
 #define IN_SEEN(i) IN_SLOT(i, COUNTS + p.vocab + p.n_ctx)
 
+#ifdef DRAFTS
+#include "sample/taken.glsl"
+#endif
+
 void main() {
     const uint id = gl_GlobalInvocationID.x;
+#ifdef DRAFTS
+    gather_taken();
+#endif
 #ifdef COLUMNS
     if (id >= p.vocab) return;
     const bool draws_now = pos[COLUMN] >= 0 && draws[COLUMN] != 0 && uint(slots[COLUMN]) < p.n_slots;
@@ -85,10 +93,11 @@ void main() {
     int count = seen[IN_SEEN(COUNTS + id)];
 #ifdef DRAFTS
     // The tokens of the columns so far come in, and as many leave the window, some of which are in columns themselves.
-    for (uint c = 0u; c <= COLUMN; c++) {
-        const int gone = pos[c] - last_n, begun = gone - pos[0];
-        if (int(id) == tokens[c]) count++;
-        if (gone >= 0 && gone < int(p.n_ctx) && int(id) == (begun >= 0 ? tokens[begun] : seen[places + uint(gone)])) count--;
+    const int last = last_taken(), first = pos[COLUMN] - last;
+    for (int i = 0; i <= last; i++) {
+        const int gone = first + i - last_n, begun = i - last_n;
+        if (int(id) == taken(i)) count++;
+        if (gone >= 0 && gone < int(p.n_ctx) && int(id) == (begun >= 0 ? taken(begun) : seen[IN_SEEN(places + uint(gone))])) count--;
     }
 #else
     const int token = tokens[COLUMN], at = pos[COLUMN], leaves = at - last_n;

@@ -27,6 +27,13 @@ SAMPLERS = {
     "penalties": Sampler(temp=0.7, repeat_penalty=1.2, penalty_last_n=-1, seed=7),
 }
 
+OTHERS = {
+    "DRY": Sampler(dry_multiplier=0.8, dry_allowed_length=1, dry_sequence_breakers=()),
+    "a chain": Sampler(temp=0.9, typical_p=0.8, xtc_probability=0.4, xtc_threshold=0.05, seed=8),
+    "penalties of few, a bias": Sampler(temp=0.5, repeat_penalty=1.3, frequency_penalty=0.1, penalty_last_n=3, logit_bias=((7, 4.0),)),
+    "mirostat": Sampler(temp=0.8, mirostat=2, seed=10),
+}
+
 
 @pytest.fixture(autouse=True)
 def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +51,8 @@ def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
 PROMPTS = (tuple(range(40, 63)), (5, 6, 7, 5, 6, 8, 5, 6, 7), (100, 101), tuple(range(9, 50)))
 
 
-def requests(drafts: Sequence[Drafts | None], n: int = 150) -> list[Request]:
-    both = zip(PROMPTS, SAMPLERS.values(), drafts, strict=True)
+def requests(drafts: Sequence[Drafts | None], n: int = 150, samplers: Mapping[str, Sampler] = SAMPLERS) -> list[Request]:
+    both = zip(PROMPTS, samplers.values(), drafts, strict=True)
     return [Request(prompt, n, sampler, stop_at_eos=False, drafts=own) for prompt, sampler, own in both]
 
 
@@ -89,12 +96,22 @@ def test_texts_beside_others_are_the_same_with_any_drafts(arch: str, tmp_path: P
         if not ARCHITECTURES[arch]:
             assert counts == [DraftCounts()] * 4
             return
-        assert all(c.drafted == c.accepted > 30 for c in counts[:3]), "right ones are all accepted"
-        assert counts[3] == DraftCounts(), "a text with penalties has none"
+        assert all(c.drafted == c.accepted > 30 for c in counts), "right ones are all accepted"
         found, counts = made(engine, requests(known(texts, 1)))
-        assert found == texts and all(c.accepted == 0 < c.drafted for c in counts[:3])
+        assert found == texts and all(c.accepted == 0 < c.drafted for c in counts)
         found, counts = made(engine, requests(known(texts, 1, every=3)))
-        assert found == texts and all(0 < c.accepted < c.drafted for c in counts[:3])
+        assert found == texts and all(0 < c.accepted < c.drafted for c in counts)
+
+
+@pytest.mark.vulkan
+def test_texts_beside_others_have_drafts_with_every_sampler_but_mirostat(tmp_path: Path, device: Device) -> None:
+    with Engine.load(tiny("llama", tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
+        texts, _ = made(engine, requests([None] * 4, samplers=OTHERS))
+        for by, every in ((0, 1), (1, 1), (1, 3)):
+            found, counts = made(engine, requests(known(texts, by, every), samplers=OTHERS))
+            assert found == texts
+            assert all(c.drafted > 0 for c in counts[:3]) and all((c.accepted > 0) == (every > 1 or not by) for c in counts[:3])
+            assert counts[3] == DraftCounts(), "its samplers move on with each token"
 
 
 @pytest.mark.vulkan

@@ -43,6 +43,9 @@ SAMPLERS = {
     "penalties": Sampler(repeat_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, penalty_last_n=5),
     "penalties of all": Sampler(temp=0.7, repeat_penalty=1.1, penalty_last_n=-1, seed=5),
     "bias": Sampler(temp=0.5, logit_bias=((7, 4.0), (9, -np.inf)), seed=6),
+    "DRY": Sampler(dry_multiplier=0.8, dry_allowed_length=1, dry_sequence_breakers=()),
+    "a chain": Sampler(temp=0.9, typical_p=0.8, xtc_probability=0.4, xtc_threshold=0.05, seed=8),
+    "DRY, a chain, penalties": Sampler(temp=0.6, min_p=0.0, samplers=("dry", "temperature", "top_p"), dry_multiplier=1.0, seed=9),
 }
 
 

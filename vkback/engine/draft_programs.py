@@ -11,7 +11,7 @@ from vkback.device import Arena, BufferRange, Device
 from vkback.engine.drafts import CLASSES, DraftCounts, Drafts, StepTimes, steps_at_once
 from vkback.engine.plans import Plans
 from vkback.engine.readback import TokenLoop
-from vkback.engine.sampler import CONSTRAINED, PENALIZED, draft_words
+from vkback.engine.sampler import CONSTRAINED, DRIED, PENALIZED, draft_words
 from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms
 from vkback.ops.sampling.lookup import DRAFT_WORDS, FIRST, FROM_TEXT, KNOWN, LEAST, MATCH, MODE, MODEL, MOST
 from vkback.ops.sampling.penalties import mask_words
@@ -117,6 +117,8 @@ class DraftPrograms:
             inputs = self._tokens.columns(columns) | self.inputs()
             if PENALIZED in kind:
                 inputs |= self._tokens.penalty_inputs()
+            if DRIED in kind:
+                inputs["dry"] = self._tokens.dry_input()
             if CONSTRAINED in kind:
                 masks = self.masks()
                 inputs["masks"] = masks.slice(0, masks.size // CLASSES[-1] * columns)

@@ -1075,8 +1075,7 @@ class Engine:
         constraint  gives before each token which may come, and takes the one that came; ends the text when it has ended. A submit makes one
         token
         drafts     tokens may be drafted, which makes several in a step where that pays; `draft_counts` tells how it went. With on_logits or
-                   a constraint the host looks them up between two steps, and a draft model has no part; with DRY or a chain of samplers
-                   there are none
+                   a constraint the host looks them up between two steps, and a draft model has no part; with mirostat there are none
         Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
@@ -1089,7 +1088,7 @@ class Engine:
         needs_host = on_logits is not None or constraint is not None
         if needs_host and drafts is not None and drafts.model:
             drafts = None if not drafts.pinned else replace(drafts, model=False)
-        drafts = self.possible_drafts(drafts, sampler.chained or sampler.dries)
+        drafts = self.possible_drafts(drafts, sampler.moves)
         constrained = constraint is not None
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:

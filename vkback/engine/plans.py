@@ -102,7 +102,14 @@ class Plans:
         if found is None:
             graph = self.graph(columns, "all", keep=True)
             add_drafts(
-                graph, columns, greedy=kind.startswith("greedy"), n_ctx=n_ctx, penalties=PENALIZED in kind, masked=CONSTRAINED in kind
+                graph,
+                columns,
+                greedy=kind.startswith("greedy"),
+                n_ctx=n_ctx,
+                penalties=PENALIZED in kind,
+                masked=CONSTRAINED in kind,
+                dried=DRIED in kind,
+                chained=CHAINED in kind,
             )
             found = plan(graph, ctx, fusion=self._fusion)
             with self._lock:

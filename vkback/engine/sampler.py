@@ -114,6 +114,11 @@ class Sampler(ChainSettings):
         return self.mirostat > 0 or others or asked != [name for name in SAMPLERS if name not in FIRST]
 
     @property
+    def moves(self) -> bool:
+        """Whether each token changes how the next one is picked, so that no drafts can be had: with mirostat."""
+        return self.chained and self.mirostat > 0
+
+    @property
     def chain(self) -> Chain:
         """That, with what it needs; empty where there is none."""
         if not self.chained:
@@ -252,11 +257,23 @@ def draft_words(n_ctx: int) -> int:
     return max(EARLIER + 1, n_ctx)
 
 
-def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penalties: bool = False, masked: bool = False) -> None:
+def add_drafts(
+    graph: Graph,
+    columns: int,
+    *,
+    greedy: bool,
+    n_ctx: int,
+    penalties: bool = False,
+    masked: bool = False,
+    dried: bool = False,
+    chained: bool = False,
+) -> None:
     """Make a graph of so many tokens, with the logits of all, a step with drafts: LOOKUP before it, SAMPLE_DRAFTS behind it.
 
     n_ctx      rows of the cache
     penalties  PENALTIES_DRAFTS comes before the choice, which if masked takes tokens out of each column
+    dried      and DRY_DRAFTS behind that
+    chained    SAMPLE_DRAFTS has a chain of samplers
     """
     logits = graph.outputs[0]
     tokens, pos = (Tensor(name, "I32", (columns,), "input") for name in ("tokens", "pos"))
@@ -273,8 +290,12 @@ def add_drafts(graph: Graph, columns: int, *, greedy: bool, n_ctx: int, penaltie
         masks = (Tensor("masks", "I32", (columns, mask_words(vocab)), "input"),) if masked else ()
         graph.add("PENALTIES_DRAFTS", (logits, bias, seen, loop, tokens, pos, *masks), (penalized,))
         logits, counted = penalized, (seen,)
+        if dried:
+            dry = Tensor("dry", "I32", (dry_words(vocab),), "input")
+            graph.add("DRY_DRAFTS", (logits, seen, loop, pos, dry, tokens), (logits,))
     state = (loop, tokens, pos, draft, *counted)
-    graph.add("SAMPLE_DRAFTS", (logits, *state), state, capacity=RING, greedy=greedy)
+    chain = (Tensor("chain", "F32", (CHAIN_WORDS,), "input"),) if chained else ()
+    graph.add("SAMPLE_DRAFTS", (logits, *state, *chain), state, capacity=RING, greedy=greedy, chained=chained)
 
 
 def loop_state(sampler: Sampler, eos: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -587,7 +587,7 @@ class Batch:
         request = work.request
         drafts = request.max_tokens and request.drafts and request.drafts.most
         sampler = request.sampler
-        plain = not (request.constraint or request.logits or request.processors or sampler.chained or sampler.dries)
+        plain = not (request.constraint or request.logits or request.processors or sampler.moves)
         return bool(drafts and column.steps and column.tokens == 1) and plain
 
     def _step_alone(self, action: Step) -> None:
@@ -664,8 +664,7 @@ class Batch:
         request, drafts = work.request, work.request.drafts
         if drafts is None or not drafts.most or drafts.model or self.limits.recurrent or not request.max_tokens:
             return None
-        sampler = request.sampler
-        plain = not (request.constraint or request.logits or request.processors or sampler.penalizes or sampler.chained or sampler.dries)
+        plain = not (request.constraint or request.logits or request.processors or request.sampler.moves)
         return drafts if plain else None
 
     def _probe(self, work: _Work, made: Sequence[int]) -> None:

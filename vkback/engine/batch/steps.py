@@ -81,26 +81,36 @@ def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging
     loops = Tensor("loops", "I32", (paging.n_slots, LOOP_WORDS), "input")
     logits = graph.outputs[0]
     vocab = logits.shape[-1]
+    counted: tuple[Tensor, ...] = ()
     if kind.penalties or kind.masked:
         bias = Tensor("bias", "F32", (paging.n_slots, vocab), "input")
         seen = Tensor("seen", "I32", (paging.n_slots, SEEN_COUNTS + vocab + n_ctx), "input")
-        mask = (Tensor("mask", "I32", (paging.n_slots, mask_words(vocab)), "input"),) if kind.masked else ()
         penalized = Tensor("result_penalized", "F32", logits.shape)
-        graph.add("PENALTIES_COLUMNS", (logits, bias, seen, loops, tokens, pos, slots, draws, *mask), (penalized, seen))
+        dry = Tensor("dry", "I32", (paging.n_slots, dry_words(vocab)), "input")
+        given = (logits, bias, seen, loops, tokens, pos, slots, draws)
+        if kind.drafts:
+            graph.add("PENALTIES_DRAFTS_COLUMNS", given, (penalized,))
+            if kind.dry:
+                graph.add("DRY_DRAFTS_COLUMNS", (penalized, seen, loops, pos, dry, slots, draws, tokens), (penalized,))
+            counted = (seen,)
+        else:
+            mask = (Tensor("mask", "I32", (paging.n_slots, mask_words(vocab)), "input"),) if kind.masked else ()
+            graph.add("PENALTIES_COLUMNS", (*given, *mask), (penalized, seen))
+            if kind.dry:
+                graph.add("DRY_COLUMNS", (penalized, seen, loops, pos, dry, slots, draws), (penalized, dry))
         logits = penalized
-        if kind.dry:
-            dry = Tensor("dry", "I32", (paging.n_slots, dry_words(vocab)), "input")
-            graph.add("DRY_COLUMNS", (logits, seen, loops, pos, dry, slots, draws), (logits, dry))
     chains = (Tensor("chains", "F32", (paging.n_slots, CHAIN_WORDS), "input"),) if kind.chained and not kind.greedy else ()
-    state, given, how = (loops, tokens, pos, rows), (slots, draws, pages), {"capacity": RING, "page": paging.page}
+    state, which, how = (loops, tokens, pos, rows), (slots, draws, pages), {"capacity": RING, "page": paging.page}
     if not kind.drafts:
-        graph.add("SAMPLE_COLUMNS", (logits, *state, *given, *chains), (*state, *chains), **how, greedy=kind.greedy)
+        graph.add("SAMPLE_COLUMNS", (logits, *state, *which, *chains), (*state, *chains), **how, greedy=kind.greedy)
         return graph
     texts = Tensor("texts", "I32", (paging.n_slots, n_ctx), "input")
     draft = Tensor("draft", "I32", (paging.n_slots, DRAFT_WORDS), "input")
-    graph.add("LOOKUP_COLUMNS", (texts, draft, *state, *given), (texts, draft, tokens, pos, rows), **how)
+    graph.add("LOOKUP_COLUMNS", (texts, draft, *state, *which), (texts, draft, tokens, pos, rows), **how)
     graph.nodes.insert(0, graph.nodes.pop())
-    graph.add("SAMPLE_DRAFTS_COLUMNS", (logits, *state, *given, draft, *chains), (*state, draft, *chains), **how, greedy=kind.greedy)
+    changed = (*state, draft, *counted, *chains)
+    given = (logits, *state, *which, draft, *counted, *chains)
+    graph.add("SAMPLE_DRAFTS_COLUMNS", given, changed, **how, greedy=kind.greedy, penalized=bool(counted))
     return graph
 
 

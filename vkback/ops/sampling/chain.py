@@ -60,6 +60,11 @@ class Chain:
     eta: float = 0.1
     temp: float = 1.0
 
+    @property
+    def moves(self) -> bool:
+        """Whether a token that is drawn changes how the next one is: with mirostat."""
+        return self.order[-1:] in (("mirostat",), ("mirostat_v2",))
+
     def words(self) -> npt.NDArray[np.float32]:
         """Float32 [32]."""
         words = np.zeros(CHAIN_WORDS, np.float32)
@@ -196,7 +201,7 @@ def pick_chain(logits: Array, params: Params, chain: Chain, pos: int) -> tuple[P
         first, second = scores[best]
         sure &= bool(first - second > 1e-4 * max(1.0, abs(first), abs(second)))
     token = int(kept[best[0]])
-    if chain.order[-1:] in (("mirostat",), ("mirostat_v2",)):
+    if chain.moves:
         surprise = -np.log2(left.p[left.ids == token][0])
         chain = replace(chain, mu=chain.mu - chain.eta * (float(surprise) - chain.tau))
     return Pick(token, sure), chain

@@ -1,8 +1,8 @@
 """SAMPLE_DRAFTS: SAMPLE for n columns of one text, the last n - 1 of which are drafts (shaders/sample with DRAFTS, accept.comp).
 
     logits F32 [n, vocab], loop I32 [32 + capacity], tokens I32 [n], pos I32 [n], draft I32 [96] (, seen I32 [4 + vocab + n_ctx])
-    -> loop, tokens, pos, draft (, seen) in place
-    params: capacity; greedy (the loop's temp is known to be 0 or less)
+    (, chain F32 [32]) -> loop, tokens, pos, draft (, seen) in place
+    params: capacity; greedy (the loop's temp is known to be 0 or less); chained (there is `chain`, without mirostat)
 
 Column c is token tokens[c] at position pos[c], -1: there is none. Its logits pick a token as SAMPLE picks it, with the same bits: the
 noise belongs to the position. What column 0 picks is the text's next token. If that is the draft in column 1, what column 1 picks is the
@@ -31,6 +31,7 @@ from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.moe.topk import argmax_dispatch
 from vkback.ops.op import Op, register
+from vkback.ops.sampling.chain import EXAMPLES, Chain, pick_chain
 from vkback.ops.sampling.lookup import ACCEPTED, ACCEPTED_AT, DRAFT_WORDS, DRAFTED, DRAFTED_AT, LOOP_LIMIT, MAX_COLUMNS, STEPS
 from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties
 from vkback.ops.sampling.sample import (
@@ -42,6 +43,7 @@ from vkback.ops.sampling.sample import (
     STATUS_RUNNING,
     TRIES,
     Params,
+    Pick,
     pick,
     pick_dispatches,
 )
@@ -69,11 +71,16 @@ def count_drafts(draft: Array, drafted: int, accepted: int) -> None:
     draft[ACCEPTED_AT : ACCEPTED_AT + accepted] += 1
 
 
-def sure_pick(op: str, rng: np.random.Generator, row: Array, sampler: Params, pos: int) -> int:
+def picked_from(row: Array, sampler: Params, chain: Chain, pos: int) -> Pick:
+    """The token of a row of logits, by the sampler, or by the chain if it has samplers."""
+    return pick_chain(row, sampler, chain, pos)[0] if chain.order else pick(row, sampler, pos)
+
+
+def sure_pick(op: str, rng: np.random.Generator, row: Array, sampler: Params, pos: int, chain: Chain | None = None) -> int:
     """Fill a row of logits for a case of `op`; the token that it picks, whatever rounding does. Raises CaseLineError."""
     for _ in range(TRIES):
         row[:] = 3 * rng.standard_normal(len(row), np.float32)
-        picked = pick(row, sampler, pos)
+        picked = picked_from(row, sampler, chain or Chain(), pos)
         if picked.sure:
             return picked.token
     raise CaseLineError(f"{op}: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
@@ -97,6 +104,9 @@ KINDS = ("all", "none", "some", "no_drafts", "eos", "eos_later", "limit", "nan",
 """What a case's drafts are like: all right; the first is wrong; one in the middle is; there are none; the first token picked ends the
 text, or the second; the limit is reached within the drafts; NaN in the first column, or in the second; the loop has stopped."""
 
+PLAIN_CHAINS = tuple(i for i, chain in enumerate(EXAMPLES, 1) if not chain.moves)
+"""Numbers of the examples in chain.py that drafts can have."""
+
 
 @register
 class SampleDrafts(Op):
@@ -106,6 +116,7 @@ class SampleDrafts(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         logits, loop, tokens, pos, draft, *others = (np.array(i) for i in inputs)
+        chain = Chain.read(others.pop()) if params.get("chained") else Chain()
         if loop[1] != STATUS_RUNNING or pos[0] < 0:
             return [loop, tokens, pos, draft, *others]
         sampler, vocab, at = Params.read(loop), logits.shape[1], pos.copy()
@@ -114,7 +125,7 @@ class SampleDrafts(Op):
         for c in range(len(tokens)):
             if c and (at[c] < 0 or text[c] != last):
                 break
-            last = pick(logits[c], sampler, int(at[c])).token
+            last = picked_from(logits[c], sampler, chain, int(at[c])).token
             if last < 0:
                 loop[1] = STATUS_NAN
                 break
@@ -136,6 +147,7 @@ class SampleDrafts(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits, loop, tokens, pos, draft, *seen = node.inputs
+        chain = [Arg(seen.pop(), "rw")] if node.params.get("chained") else []
         capacity, (n, vocab) = node.params["capacity"], logits.shape
         if loop.shape != (LOOP_RING + capacity,) or draft.shape != (DRAFT_WORDS,) or {tokens.shape, pos.shape} != {(n,)} or n > MAX_COLUMNS:
             raise PlanError(
@@ -148,7 +160,7 @@ class SampleDrafts(Op):
             picks = [argmax_dispatch(node, ctx, logits, [Arg(picked, "w")], {"MODE": 0})]
         else:
             state = [Arg(loop), Arg(picked, "w"), Arg(pos)]
-            picks = pick_dispatches(node, ctx, logits, state, (capacity,), False, columns="DRAFTS")
+            picks = pick_dispatches(node, ctx, logits, state, (capacity,), False, columns="DRAFTS", chain=chain)
         wg = workgroup_size(ctx.caps, MAX_COLUMNS, n)
         accept = Dispatch(
             kernel=Variant.of("sample/accept.comp", {"WG_SIZE": wg, **({"PENALIZED": 1} if seen else {})}),
@@ -171,26 +183,36 @@ class SampleDrafts(Op):
         yield self.build_case(151936, 16, True, "some")
         yield self.build_case(151936, 4, False, "all")
         yield self.build_case(77, 1, False, "all", penalized=True)
+        yield self.build_case(1000, 8, False, "some", penalized=True, chain=1)
+        yield self.build_case(1000, 8, False, "all", chain=7)
 
     def full_cases(self) -> Iterator[Case]:
         for vocab, n, greedy, kind, penalized in product((31, 5003, 32000), (1, 2, 5, 16, 32), (True, False), KINDS, (False, True)):
             yield self.build_case(vocab, n, greedy, kind, penalized=penalized, seed=n)
+        for chain in PLAIN_CHAINS:
+            yield self.build_case(5003, 5, False, "some", chain=chain)
 
     def perf_cases(self) -> Iterator[Case]:
         for greedy, n in product((True, False), (16, 8, 4)):
             yield self.build_case(151936, n, greedy, "none")
 
-    def build_case(self, vocab: int, n: int, greedy: bool = False, kind: str = "some", penalized: bool = False, seed: int = 1) -> Case:
-        """kind: of KINDS. penalized: with `seen`, whose window is shorter than the columns are many or longer, in turn."""
-        if kind not in KINDS or min(vocab, n) < 1 or n > MAX_COLUMNS:
-            raise CaseLineError(f"SAMPLE_DRAFTS: vocab={vocab}, n={n}, kind={kind}: expected 1 and more, a kind of {', '.join(KINDS)}")
-        capacity = 20
+    def build_case(
+        self, vocab: int, n: int, greedy: bool = False, kind: str = "some", penalized: bool = False, chain: int = 0, seed: int = 1
+    ) -> Case:
+        """kind: of KINDS. penalized: with `seen`, whose window is shorter than the columns are many or longer, in turn. chain: 0: none;
+        else the number of an example in chain.py without mirostat."""
+        if kind not in KINDS or min(vocab, n) < 1 or n > MAX_COLUMNS or chain not in (0, *PLAIN_CHAINS) or (chain and greedy):
+            raise CaseLineError(
+                f"SAMPLE_DRAFTS: vocab={vocab}, n={n}, kind={kind}, chain={chain}: expected 1 and more, a kind of {', '.join(KINDS)}, a "
+                f"chain of {', '.join(map(str, PLAIN_CHAINS))}, not greedy, or 0"
+            )
+        capacity, samplers = 20, EXAMPLES[chain - 1] if chain else Chain()
 
         def make(rng: np.random.Generator) -> Problem:
             begin, length = 60, 100
-            sampler = Params(0.0 if greedy else 0.9, 40, 0.95, 0.05, int(rng.integers(2**32)), ())
+            sampler = Params(0.0 if greedy else 1.0 if chain else 0.9, 40, 0.95, 0.05, int(rng.integers(2**32)), ())
             logits = np.zeros((n, vocab), np.float32)
-            picks = [sure_pick(self.name, rng, logits[c], sampler, begin + c) for c in range(n)]
+            picks = [sure_pick(self.name, rng, logits[c], sampler, begin + c, samplers) for c in range(n)]
             tokens = np.array([3 % vocab, *picks[:-1]], np.int32)
             wrong = {"none": 1, "some": n // 2}.get(kind, n)
             if 0 < wrong < n:
@@ -206,8 +228,11 @@ class SampleDrafts(Op):
             if penalized:
                 used = Penalties(1.1, 0.0, 0.0, int(rng.choice([0, 2, 64])))
                 values["seen"] = used.words(rng.integers(0, min(vocab, 20), begin).tolist(), vocab, length)
+            if chain:
+                values["chain"] = samplers.words()
             tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
-            return Problem(Node(self.name, tensors, tensors[1:], {"capacity": capacity, "greedy": greedy}), values)
+            params = {"capacity": capacity, "greedy": greedy, "chained": chain > 0}
+            return Problem(Node(self.name, tensors, tensors[1 : len(tensors) - (chain > 0)], params), values)
 
-        shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "penalized": penalized, "seed": seed}
+        shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "penalized": penalized, "chain": chain, "seed": seed}
         return Case(self.name, shown, make, seed)

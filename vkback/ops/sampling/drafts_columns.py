@@ -2,8 +2,9 @@
 accept_columns.comp).
 
     logits F32 [n, vocab], loops I32 [n_slots, 32 + capacity], tokens, pos, rows, slots, draws I32 [n], pages I32 [n_slots, max_pages],
-    draft I32 [n_slots, 96] (, chains F32 [n_slots, 32]) -> loops, tokens, pos, rows, draft (, chains) in place
-    params: capacity; page (rows of a page); greedy (every column's temp is known to be 0 or less)
+    draft I32 [n_slots, 96] (, seen I32 [n_slots, 4 + vocab + max_rows]) (, chains F32 [n_slots, 32])
+    -> loops, tokens, pos, rows, draft (, seen) (, chains) in place
+    params: capacity; page (rows of a page); greedy (every column's temp is known to be 0 or less); penalized (there is `seen`)
 
 Column t is of slot slots[t]: draws 0: it picks nothing; 1: the last token of the sequence; 1 + i: its draft i, in any column. The columns
 of a sequence pick tokens as SAMPLE_DRAFTS says, by the parameters in its own loop: what the last token's column picks is the next token;
@@ -11,8 +12,9 @@ if that is draft 1, what the column of draft 1 picks is the one after it, and so
 the last token then stands for the latest one, as SAMPLE_COLUMNS leaves it, and all columns of drafts are holes, pos = rows = -1.
 
 Status, after the first token of which one holds: 1 NaN among its logits (it is not made), 2 it ends the text, 3 the limit is reached, 4
-the sequence has no page for its next row. Words of `draft` count the steps of a sequence that had drafts. A sequence with a chain, or
-penalties, has none.
+the sequence has no page for its next row. Words of `draft` count the steps of a sequence that had drafts. A sequence whose chain has
+mirostat, which moves on with each token, has none. With `seen`, PENALTIES_DRAFTS_COLUMNS comes before, and the tokens of the columns whose
+picks were taken are counted in.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.moe.topk import argmax_dispatch
 from vkback.ops.op import Op, register
-from vkback.ops.sampling.chain import CHAIN_WORDS, Chain, pick_chain
+from vkback.ops.sampling.chain import CHAIN_WORDS, EXAMPLES, Chain, pick_chain
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_LENGTH, STATUS_NO_PAGE
-from vkback.ops.sampling.drafts import count_drafts, end_by, sure_pick
+from vkback.ops.sampling.drafts import count_drafts, count_in, end_by, sure_pick
 from vkback.ops.sampling.lookup import DRAFT_WORDS
 from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS
+from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING, Params, pick, pick_dispatches, tolerance_of
 from vkback.ops.workgroup import workgroup_size
 from vkback.shader import Variant
@@ -59,6 +62,10 @@ KINDS = (
 text, or the second; the limit is reached within the drafts; NaN in the first column, or in the second; the loop has stopped; its
 column is a hole; it does not draw; the next page is missing; its slot is none."""
 
+MIROSTATS = tuple(chain for chain in EXAMPLES if chain.moves)
+CHAINS = (EXAMPLES[0], EXAMPLES[6])
+"""Of a case's sequences."""
+
 
 @register
 class SampleDraftsColumns(Op):
@@ -67,7 +74,8 @@ class SampleDraftsColumns(Op):
     name = "SAMPLE_DRAFTS_COLUMNS"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        logits, loops, tokens, pos, rows, slots, draws, pages, draft, *chains = (np.array(i) for i in inputs)
+        logits, loops, tokens, pos, rows, slots, draws, pages, draft, *others = (np.array(i) for i in inputs)
+        seen, chains = (others[:1], others[1:]) if params.get("penalized") else ([], others)
         text, at = tokens.copy(), pos.copy()
         running = {s for s in range(len(loops)) if loops[s, 1] == STATUS_RUNNING}
         for t in range(len(tokens)):
@@ -82,10 +90,12 @@ class SampleDraftsColumns(Op):
             made, row = self._take(slot, columns, logits, loops[slot], tokens, text, at, pages, params, chains)
             if loops[slot, 1] == STATUS_RUNNING:
                 pos[t], rows[t] = at[t] + made, row
-            if not drafted:
-                continue
-            count_drafts(draft[slot], drafted, max(made - 1, 0))
-        return [loops, tokens, pos, rows, draft, *chains]
+            for counted in seen:
+                for i in range(made):
+                    count_in(counted[slot], logits.shape[1], int(text[columns[i]]), int(at[t]) + i)
+            if drafted:
+                count_drafts(draft[slot], drafted, max(made - 1, 0))
+        return [loops, tokens, pos, rows, draft, *others]
 
     def _take(
         self,
@@ -130,7 +140,8 @@ class SampleDraftsColumns(Op):
                 return made, row
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        logits, loops, tokens, pos, rows, slots, draws, pages, draft, *chains = node.inputs
+        logits, loops, tokens, pos, rows, slots, draws, pages, draft, *others = node.inputs
+        seen, chains = (others[:1], others[1:]) if node.params.get("penalized") else ([], others)
         capacity, page, n, n_slots = node.params["capacity"], node.params["page"], logits.shape[0], loops.shape[0]
         if {t.shape for t in (tokens, pos, rows, slots, draws)} != {(n,)} or n > MAX_BATCH_COLUMNS:
             raise PlanError(
@@ -143,6 +154,12 @@ class SampleDraftsColumns(Op):
                 f"slots {LOOP_RING + capacity} words for a ring of {capacity}, {DRAFT_WORDS} of draft and a row of pages, and at least one "
                 "row in a page"
             )
+        max_rows = seen[0].shape[-1] - SEEN_COUNTS - logits.shape[1] if seen else 0
+        if seen and (seen[0].shape[:-1] != (n_slots,) or max_rows < 1):
+            raise PlanError(
+                f"[SAMPLE_DRAFTS_COLUMNS] {node.name}: {seen[0]}; expected for each of {n_slots} slots {SEEN_COUNTS} words, "
+                f"{logits.shape[1]} counts, and the text"
+            )
         picked = Tensor(f"{node.name}.picked", "I32", (n,))
         if node.params.get("greedy", False):
             picks = [argmax_dispatch(node, ctx, logits, [Arg(picked, "w")], {"MODE": 0})]
@@ -152,16 +169,18 @@ class SampleDraftsColumns(Op):
             chain = [Arg(c, "rw") for c in chains]
             picks = pick_dispatches(node, ctx, logits, state, sizes, False, columns="COLUMNS", chain=chain, noted=True)
         wg = workgroup_size(ctx.caps, MAX_BATCH_COLUMNS, n)
+        counting = {"PENALIZED": 1} if seen else {}
         accept = Dispatch(
-            kernel=Variant.of("sample/accept_columns.comp", {"WG_SIZE": wg, "MAX_COLUMNS": MAX_BATCH_COLUMNS}),
+            kernel=Variant.of("sample/accept_columns.comp", {"WG_SIZE": wg, "MAX_COLUMNS": MAX_BATCH_COLUMNS, **counting}),
             args=(
                 Arg(picked),
                 *(Arg(t, "rw") for t in (loops, tokens, pos)),
                 Arg(rows, "w"),
                 *map(Arg, (slots, draws, pages)),
                 Arg(draft, "rw"),
+                *(Arg(s, "rw") for s in seen),
             ),
-            push=pack_push(n, capacity, n_slots, page, pages.shape[1]),
+            push=pack_push(n, capacity, n_slots, page, pages.shape[1], logits.shape[1], max_rows),
             groups=(1, 1, 1),
             op=node.op,
             label=node.name,
@@ -171,7 +190,7 @@ class SampleDraftsColumns(Op):
         return [*picks, accept]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return tolerance_of(len(node.inputs) > 9)
+        return tolerance_of(any(t.name == "chains" for t in node.inputs))
 
     def cases(self) -> Iterator[Case]:
         for seed, (vocab, n, greedy, kind) in enumerate(
@@ -187,10 +206,12 @@ class SampleDraftsColumns(Op):
             yield self.build_case(vocab, n, greedy, kind, seed=seed)
         yield from (self.build_case(1000, 6, seed % 2 == 0, kind, seed=seed) for seed, kind in enumerate(KINDS, 6))
         yield self.build_case(1000, 32, kind="mixed", chains=True, seed=12)
+        yield self.build_case(77, 64, True, penalized=True, seed=13)
+        yield self.build_case(1000, 32, penalized=True, chains=True, seed=14)
 
     def full_cases(self) -> Iterator[Case]:
         for vocab, n, greedy, seed in product((31, 5003, 32000), (2, 16, 64), (True, False), (1, 2, 3)):
-            yield self.build_case(vocab, n, greedy, chains=seed == 3 and not greedy, seed=seed)
+            yield self.build_case(vocab, n, greedy, chains=seed == 3 and not greedy, penalized=seed == 2, seed=seed)
 
     def perf_cases(self) -> Iterator[Case]:
         for greedy, n in product((True, False), (64, 16)):
@@ -205,10 +226,11 @@ class SampleDraftsColumns(Op):
         page: int = 16,
         max_pages: int = 8,
         chains: bool = False,
+        penalized: bool = False,
         seed: int = 1,
     ) -> Case:
         """kind: of KINDS; mixed: one sequence after the other is of the next kind. Each has a last token and none to five drafts, in any
-        columns; one that has a chain (every second, with chains) has no drafts."""
+        columns. chains: every second has one, those with mirostat no drafts. penalized: and `seen`, with the window of each its own."""
         if kind not in (*KINDS, "mixed") or min(vocab - 30, n, page, max_pages - 1) < 1 or n > MAX_BATCH_COLUMNS:
             raise CaseLineError(
                 f"SAMPLE_DRAFTS_COLUMNS: vocab={vocab}, n={n}, kind={kind}: expected a vocabulary of 31 and more, 1 to {MAX_BATCH_COLUMNS} "
@@ -220,7 +242,7 @@ class SampleDraftsColumns(Op):
             roles: list[tuple[int, int]] = []
             slot = 0
             while len(roles) < n:
-                count = 1 if chains and slot % 2 else int(rng.integers(3, 7))
+                count = 1 if chains and slot % 4 == 1 else int(rng.integers(3, 7))
                 roles += [(slot, 1 + i) for i in range(count)][: n - len(roles)]
                 slot += 1
             n_slots = slot + 1
@@ -240,15 +262,23 @@ class SampleDraftsColumns(Op):
             if chains:
                 values["chains"] = np.zeros((n_slots, CHAIN_WORDS), np.float32)
                 for s in range(1, slot, 2):
-                    values["chains"][s] = Chain(order=("top_k", "temperature"), temp=0.0).words()
+                    values["chains"][s] = (MIROSTATS if s % 4 == 1 else CHAINS)[s // 4 % 2].words()
             for s in range(slot):
                 self._make_slot(rng, values, s, KINDS[s % len(KINDS)] if kind == "mixed" else kind, greedy, page)
+            if penalized:
+                rows = page * max_pages
+                texts = [rng.integers(0, vocab, rows - 10).tolist() for _ in range(n_slots)]
+                values["seen"] = np.stack(
+                    [Penalties(1.1, 0.0, 0.0, (0, 2, 64)[s % 3]).words(text, vocab, rows) for s, text in enumerate(texts)]
+                )
+            values |= {name: values.pop(name) for name in ("seen", "chains") if name in values}  # in the order of the inputs
             tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
             changed = (*tensors[1:5], *tensors[8:])
-            return Problem(Node(self.name, tensors, changed, {"capacity": capacity, "page": page, "greedy": greedy}), values)
+            params = {"capacity": capacity, "page": page, "greedy": greedy, "penalized": penalized}
+            return Problem(Node(self.name, tensors, changed, params), values)
 
         shown = {"vocab": vocab, "n": n, "greedy": greedy, "kind": kind, "page": page, "max_pages": max_pages}
-        return Case(self.name, {**shown, "chains": chains, "seed": seed}, make, seed)
+        return Case(self.name, {**shown, "chains": chains, "penalized": penalized, "seed": seed}, make, seed)
 
     def _make_slot(self, rng: np.random.Generator, values: dict[str, Array], s: int, kind: str, greedy: bool, page: int) -> None:
         slots, draws, pages, logits = values["slots"], values["draws"], values["pages"], values["result_output"]
@@ -256,9 +286,10 @@ class SampleDraftsColumns(Op):
         begin = page + int(rng.integers(0, page)) if kind != "no_page" else page * pages.shape[1] // 2 - 2
         top_k, seed = int(rng.choice([1, 40])), int(rng.integers(2**32))
         sampler = Params(0.0 if greedy else 0.9, top_k, 0.95, 0.05, seed, ())
+        chain = Chain.read(values["chains"][s]) if "chains" in values else Chain()
         picks = []
         for i, c in enumerate(columns):
-            picks.append(sure_pick(self.name, rng, logits[c], sampler, begin + i))
+            picks.append(sure_pick(self.name, rng, logits[c], sampler, begin + i, chain))
             values["pos"][c], values["rows"][c] = begin + i, int(rng.integers(1000))
             if i:
                 values["tokens"][c] = picks[i - 1]
