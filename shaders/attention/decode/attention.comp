@@ -1,6 +1,6 @@
 #version 450
 // Attention over a KV cache with online softmax, all arithmetic in F32 (FLASH_ATTN_EXT).
-// With FUSED also the norm, RoPE and cache store that come before it (ATTN_DECODE).
+// With FUSED also the norm, RoPE and cache store that come before it (ATTN_DECODE); without STORES_ROW the caches hold row pos already.
 //
 //   out[t, h, :] = sum over rows r of softmax_r(cap(scale * q[t, h, :] . k[r, :])) * v[r, :],   r = max(0, pos[t] + 1 - window) .. pos[t],
 //   or those of the token's chunk (attention/window.glsl)
@@ -8,9 +8,10 @@
 // cap(x) is softcap * tanh(x / softcap) with HAS_SOFTCAP, else x (attention/softcap.glsl).
 //
 // Bindings:
-//   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD]
+//   0  q        F32 [n, n_head, HD], read as vec4; with FUSED the packed q, k and v heads of one token, F32 [n_head + 2 n_head_kv, HD], or the q
+//               heads alone (STORES_ROW 0)
 //   1  cache_k  F16, F32, Q8_0 or Q4_0 (K_TYPE) [n_head_kv, n_ctx, HD], read eight values at a time (attention/cache_rows.glsl).
-//               With FUSED, row pos is written first
+//               With STORES_ROW, row pos is written first
 //   2  cache_v  the same (V_TYPE), VD values to a row. Rows are 8 V_PITCH values apart: more than VD where V is the first part of K's rows
 //               (MLA)
 //   3  pos      I32 [n]; -1: padding, whose output is zero and which stores nothing. With SPANS I32 [n, 2]: the first and the last row that a
@@ -40,8 +41,8 @@
 // tokens.
 //
 // Defines: HD VD V_PITCH K_TYPE V_TYPE SPLIT_Q [NOPE Q_PITCH] HEADS TOKENS WG_SIZE STEPS LANES USE_SHUFFLES SPLITS READERS MERGE_QUERIES
-// HAS_SINKS HAS_SOFTCAP SPANS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: HAS_NORM NORM_ALL NORM_V HEAD_LANES ROPE_PAIRS
-// ROPE_NEOX] [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
+// HAS_SINKS HAS_SOFTCAP SPANS OUT_Q8_1 OUT_UNITS [Y_STRIDE; those of gemm/units.glsl] FUSED [with HD = VD: STORES_ROW (1) HAS_NORM NORM_ALL NORM_V HEAD_LANES
+// ROPE_PAIRS ROPE_NEOX] [PAGE BIND_SLOTS BIND_PAGES]; those of common/reduce.glsl
 
 #define QUERIES (HEADS * TOKENS)
 #define K_COLS (HD / 8)
@@ -53,6 +54,9 @@
 #define HEAD4 (HD / 4)
 #define OUT4 (VD / 4)
 #define REDUCE_GROUPS 1
+#ifndef STORES_ROW
+#define STORES_ROW FUSED
+#endif
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
@@ -89,6 +93,8 @@ layout(push_constant) uniform Push {
 layout(binding = 0) SYNC_INPUT buffer Q { vec4 q4[]; };
 #if FUSED
 layout(binding = 0) SYNC_INPUT buffer Qkv { vec2 qkv2[]; };
+#endif
+#if STORES_ROW
 #define CACHE_ACCESS
 #else
 #define CACHE_ACCESS readonly
@@ -299,7 +305,7 @@ void main() {
     // Added to the addresses of Q, K and V, it keeps their loads behind the wait.
     const uint zero = wait_for_arrivals();
     lo += zero;
-#if FUSED
+#if STORES_ROW
     owns_new = split == used - 1 && uint(pos[0]) < p.n_ctx;
     if (owns_new) hi--;
 #endif

@@ -1,6 +1,6 @@
 // Prologue of ATTN_DECODE: norm and RoPE of the workgroup's queries and of the new key, and the store of the new key and value (row pos), by
 // the workgroup whose split has that row. Attention uses the new row rounded as it is stored,
-// so the result equals storing first and reading back.
+// so the result equals storing first and reading back. Without STORES_ROW there are queries alone.
 //
 // HEAD_LANES neighbouring threads share a head, each with some of its slots (rope/slots.glsl).
 // All loads are issued before the first is used, and none depends on pos.
@@ -11,25 +11,31 @@
 //   NORM_V                    the new value is RMS-normed, without a weight
 
 #include "rope/slots.glsl"
+#if STORES_ROW
 #include "cache/f16_bits.glsl"
 
 layout(binding = 1) writeonly buffer CacheK1 { uint cache_k1[]; };
 layout(binding = 2) writeonly buffer CacheV1 { uint cache_v1[]; };
+#endif
 #if ROPE_PAIRS
 layout(binding = BIND_ANGLES) readonly buffer Angles { vec4 angles[]; };
 #endif
 #if HAS_NORM
 layout(binding = BIND_Q_NORM) readonly buffer QNorm { vec2 q_norm[]; };
+#if STORES_ROW
 layout(binding = BIND_K_NORM) readonly buffer KNorm { vec2 k_norm[]; };
+#endif
 #endif
 
 #define WORDS (HD / 2)
 #define SLOTS (HD / 4)
 #define SLOT_ROUNDS ((SLOTS + HEAD_LANES - 1) / HEAD_LANES)
 #define HEADS_AT_ONCE (WG_SIZE / HEAD_LANES)
-#define HEAD_ROUNDS ((HEADS + HEADS_AT_ONCE) / HEADS_AT_ONCE)    // HEADS queries and one key
+#define OWN_HEADS (HEADS + STORES_ROW)  // queries, and one key
+#define HEAD_ROUNDS ((OWN_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE)
 #define VALUE_ROUNDS ((WORDS + WG_SIZE - 1) / WG_SIZE)
 
+#if STORES_ROW
 // Row pos, which the cache does not hold yet. The workgroup with the last split owns it and processes it before the rows of its split.
 shared RAW8 new_k[COLS], new_v[COLS];
 bool owns_new;
@@ -86,6 +92,7 @@ shared vec4 new_kv[2][OUT4];  // the new key and value as floats
         }                                                                                                                    \
     }
 #endif
+#endif
 
 vec2 head_a[HEAD_ROUNDS][SLOT_ROUNDS], head_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #if HAS_NORM
@@ -94,22 +101,26 @@ vec2 norm_a[HEAD_ROUNDS][SLOT_ROUNDS], norm_b[HEAD_ROUNDS][SLOT_ROUNDS];
 #if ROPE_PAIRS
 vec4 slot_angles[SLOT_ROUNDS];
 #endif
+#if STORES_ROW
 vec2 value_words[VALUE_ROUNDS];
+#endif
 
 void read_heads(uint tid, uint head0, uint kv) {
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++) {
         const uint head = i * HEADS_AT_ONCE + tid / HEAD_LANES;
-        const uint from = (head < HEADS ? head0 + head : p.n_head + kv) * WORDS;
+        const uint from = (head < HEADS ? head0 + head : STORES_ROW * (p.n_head + kv)) * WORDS;
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) {
             const uint slot = j * HEAD_LANES + tid % HEAD_LANES;
             const uvec2 at = places(min(slot, SLOTS - 1));
-            const bool valid = head <= HEADS && slot < SLOTS;
+            const bool valid = head < OWN_HEADS && slot < SLOTS;
             head_a[i][j] = valid ? qkv2[from + at.x] : vec2(0.0);
             head_b[i][j] = valid ? qkv2[from + at.y] : vec2(0.0);
         }
     }
+#if STORES_ROW
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
         value_words[i] = qkv2[(p.n_head + p.n_head_kv + kv) * WORDS + min(i * WG_SIZE + tid, WORDS - 1)];
+#endif
 }
 
 #if SPINS
@@ -117,7 +128,9 @@ bool heads_arrived() {
     bool valid = true;
     [[unroll]] for (uint i = 0; i < HEAD_ROUNDS; i++)
         [[unroll]] for (uint j = 0; j < SLOT_ROUNDS; j++) valid = valid && arrived(head_a[i][j]) && arrived(head_b[i][j]);
+#if STORES_ROW
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++) valid = valid && arrived(value_words[i]);
+#endif
     return valid;
 }
 #endif
@@ -137,8 +150,13 @@ void prefetch_heads(uint tid, uint head0, uint kv) {
 #else
             const uint from = 0u;
 #endif
+#if STORES_ROW
             norm_a[i][j] = query ? q_norm[from + at.x] : k_norm[from + at.x];
             norm_b[i][j] = query ? q_norm[from + at.y] : k_norm[from + at.y];
+#else
+            norm_a[i][j] = q_norm[at.x];
+            norm_b[i][j] = q_norm[at.y];
+#endif
         }
 #endif
     read_heads(tid, head0, kv);
@@ -182,6 +200,7 @@ void put_query(uint head, uint place, vec2 v) {
     query4[head * OUT4 + (place >> 1)][2u * (place & 1u) + 1u] = p.scale * v.y;
 }
 
+#if STORES_ROW
 void put_key(uint kv, uint row, bool stores, uint place, vec2 v) {
 #if K_TYPE == CACHE_F16
     PUT_F16(new_k, cache_k1)
@@ -203,12 +222,14 @@ void put_value(uint kv, uint row, bool stores, uint place, vec2 v) {
     new_kv[1][place >> 1][2u * (place & 1u) + 1u] = v.y;
 #endif
 }
+#endif
 
 #ifdef PAGE
 uint shift_of(uint row);  // attention/pages.glsl
 #endif
 
 void prepare(uint tid, uint head0, uint kv) {
+#if STORES_ROW
 #ifdef PAGE
     // A hole has no page; nothing is stored then.
     const uint row = owns_new ? uint(pos[0]) + shift_of(uint(pos[0])) : 0u;
@@ -216,6 +237,7 @@ void prepare(uint tid, uint head0, uint kv) {
     const uint row = uint(pos[0]);
 #endif
     const bool stores = owns_new && head0 % (p.n_head / p.n_head_kv) == 0;
+#endif
 #if NORM_ALL
     const vec2 norms = norms_of_all(tid);
 #endif
@@ -242,12 +264,16 @@ void prepare(uint tid, uint head0, uint kv) {
             if (slot < SLOTS && head < HEADS) {
                 put_query(head, at.x, a);
                 put_query(head, at.y, b);
-            } else if (slot < SLOTS && head == HEADS) {
+            }
+#if STORES_ROW
+            if (slot < SLOTS && head == HEADS) {
                 put_key(kv, row, stores, at.x, a);
                 put_key(kv, row, stores, at.y, b);
             }
+#endif
         }
     }
+#if STORES_ROW
 #if NORM_V
     float value_square = 0.0;
     [[unroll]] for (uint i = 0; i < VALUE_ROUNDS; i++)
@@ -268,5 +294,6 @@ void prepare(uint tid, uint head0, uint kv) {
   #if QUANTIZED(V_TYPE)
     QUANTIZE(1, V_TYPE, new_v, v2, v_halves, v1, (WG_SIZE - 1u - tid))
   #endif
+#endif
 #endif
 }

@@ -50,7 +50,7 @@ void walk_begin(uint tid) {
     own_end = min(own_end, hi);
     score_max = MASKED;
     weight_sum = 0.0;
-#if FUSED
+#if STORES_ROW
     if (owns_new) {
         const vec4 a = decode_low(new_k[tid % COLS], K_TYPE), b = decode_high(new_k[tid % COLS], K_TYPE);
         float part[LANE_SCORES];

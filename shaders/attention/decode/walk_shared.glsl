@@ -26,7 +26,7 @@ void walk_begin(uint tid) {
         weight_sum[i] = 0.0;
         sum[i][0] = sum[i][1] = vec4(0.0);
     }
-#if FUSED
+#if STORES_ROW
     if (owns_new) {
         RAW8 row[K_PARTS];
         float score[QUERIES];

@@ -523,6 +523,7 @@ class DecodeCases(Op):
             yield normed.where(sync="sentinel", **MANY_SPLITS[0])
         yield self.build_case(4, 2, 80, 70, 33, "neox", False, False, "F32", seed=83, norm_v=True)
         yield self.build_case(32, 32, 128, 40, 33, "normal", True, False, "F32", seed=84, norm_all=True, type_k="q8_0", type_v="q8_0")
+        yield from self.shared_cases()
         for seed, (pos, page, kind) in enumerate(
             ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
         ):
@@ -531,6 +532,27 @@ class DecodeCases(Op):
         for shape in MANY_SPLITS:
             yield paged.where(**shape)
             yield paged.where(sync="sentinel", **shape)
+
+    def shared_cases(self) -> Iterator[Case]:
+        """K and V of a layer before: norms or none, RoPE or none, splits, windows, types of caches, pages, padding."""
+        for seed, (n_head, kv, hd, n_ctx, pos, mode, norm, ff, y) in enumerate(
+            (
+                (8, 2, 64, 300, 299, "neox", True, False, "Q8_1"),
+                (4, 1, 128, 64, 0, "normal", False, False, "F32"),
+                (4, 4, 80, 70, 33, "neox", True, True, "F32"),
+                (8, 2, 256, 40, -1, "neox", True, False, "Q8_1"),
+            ),
+            90,
+        ):
+            yield self.build_case(n_head, kv, hd, n_ctx, pos, mode, norm, ff, y, seed=seed, shared_kv=True)
+        long = self.build_case(8, 2, 64, 600, 500, "neox", True, False, "Q8_1", seed=94, shared_kv=True, window=300)
+        for shape in MANY_SPLITS:
+            yield long.where(**shape)
+            yield long.where(sync="sentinel", **shape)
+        kinds: dict[str, Any] = {"type_k": "q8_0", "type_v": "q4_0", "sinks": True}
+        yield self.build_case(6, 2, 96, 300, 200, "normal", False, False, "F32", seed=95, shared_kv=True, **kinds)
+        yield self.build_case(8, 2, 64, 320, 200, "neox", True, False, "F32", seed=96, shared_kv=True, page=32, window=64, chunked=True)
+        yield self.build_case(4, 2, 64, 70, 33, "neox", False, False, "F32", seed=97, shared_kv=True, n_dims=-1)
 
     def full_cases(self) -> Iterator[Case]:
         heads = ((4, 1, 64), (7, 1, 64), (8, 8, 80), (12, 2, 96), (32, 8, 128), (16, 1, 128), (4, 1, 256))
@@ -575,6 +597,7 @@ class DecodeCases(Op):
         chunked: bool = False,
         norm_all: bool = False,
         norm_v: bool = False,
+        shared_kv: bool = False,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
@@ -584,11 +607,16 @@ class DecodeCases(Op):
         page    the caches hold two sequences in pages of so many rows, of which the token's is the second
         softcap of scores, 0: none; chunked: the window is one of chunks
         norm_all  with norm: of all heads of Q or K at once; norm_v: V is normed, too
+        shared_kv  queries alone: the caches hold row pos
         """
         checked_softcap(softcap)
         checked_chunks(window, chunked)
         if norm_all and not norm:
             raise CaseLineError("norm_all=1: expected norm=1")
+        if shared_kv and (norm_all or norm_v or beyond):
+            raise CaseLineError(
+                f"shared_kv=1,norm_all={norm_all:d},norm_v={norm_v:d},beyond={beyond}: expected no key and no value of the token"
+            )
         rope_angles.checked_mode(mode)
         kinds = cache_kinds(type_k, type_v, hd)
         if page and n_ctx % page:
@@ -597,20 +625,24 @@ class DecodeCases(Op):
 
         def make(rng: np.random.Generator) -> Problem:
             pages = random_pages(rng, 2, n_ctx // page) if page else np.zeros((1, 1), np.int32)
-            qkv = Tensor("qkv", "F32", (1, (n_head + 2 * n_head_kv) * hd))
+            qkv = Tensor("qkv", "F32", (1, (n_head + (0 if shared_kv else 2 * n_head_kv)) * hd))
             names = ("cache_k", "cache_v")
             caches = tuple(Tensor(name, kind, (n_head_kv, n_rows, hd), "state") for name, kind in zip(names, kinds, strict=True))
             stored = pos - first_row(pos, window, True) if chunked else max(window - 1, 0)
             before = (pos - 1,) if stored or not chunked else ()
+            if shared_kv:
+                stored, before = window, (pos,)
 
             def cached(c: Tensor) -> Array:
+                chunks = shared_kv and chunked
                 if page:
-                    return paged_cache(rng, c, pages, page, [(1, p) for p in before], stored)
-                return random_cache(rng, c.shape, before if garbage else None, stored)
+                    return paged_cache(rng, c, pages, page, [(1, p) for p in before], stored, chunks)
+                return random_cache(rng, c.shape, before if garbage else None, stored, (), chunks)
 
             rotated = max(n_dims, 0) if n_dims else hd
             wide_q, wide_k = (hd * n_head, hd * n_head_kv) if norm_all else (hd, hd)
-            weights = [*([("q_norm", wide_q), ("k_norm", wide_k)] if norm else []), *([("sinks", n_head)] if sinks else [])]
+            norms = [("q_norm", wide_q), *([] if shared_kv else [("k_norm", wide_k)])] if norm else []
+            weights = [*norms, *([("sinks", n_head)] if sinks else [])]
             position, angles = Tensor("pos", "I32", (1,), "input"), Tensor("angles", "F32", (1, rotated // 2, 2), "input")
             inputs = (qkv, position, *caches, *([angles] if rotated else []))
             inputs += tuple(Tensor(name, "F32", (size,), "weight") for name, size in weights)
@@ -638,7 +670,7 @@ class DecodeCases(Op):
                 "window": window,
             }
             params |= cache_params(kinds) | ({"softcap": softcap} if softcap else {}) | ({"chunked": True} if chunked else {})
-            params |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v)) if given}
+            params |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v), ("shared_kv", shared_kv)) if given}
             if norm or norm_v:
                 params["eps"] = 1e-6
             if page:
@@ -649,7 +681,7 @@ class DecodeCases(Op):
                 reference = OPS["ROPE_ANGLES"].reference([values["pos"], *factors], params)
                 values["angles"] = reference[0].astype(np.float32)
             out = Tensor("kqv_out", y, (1, n_head * hd))
-            return Problem(Node("ATTN_DECODE", inputs, (out, *caches), params), values)
+            return Problem(Node("ATTN_DECODE", inputs, (out, *(() if shared_kv else caches)), params), values)
 
         shown: dict[str, Any] = {
             "n_head": n_head,
@@ -671,6 +703,6 @@ class DecodeCases(Op):
         shown |= {"page": page} if page else {}
         shown |= {"softcap": softcap} if softcap else {}
         shown |= {"chunked": True} if chunked else {}
-        shown |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v)) if given}
+        shown |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v), ("shared_kv", shared_kv)) if given}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

@@ -16,6 +16,8 @@
                     eps], has_norm [, norm_all: over all heads of Q or K at once; norm_v: V is normed, too, without a weight],
                     has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
+                    With shared_kv row pos is there already, of a layer before: qkv F32 [1, n_head * hd] holds queries alone, there is no
+                    k_norm, and the attention is the only output.
 
 A token at position p sees rows max(0, p + 1 - window) .. p (0 .. p where window is 0 or absent), chunked those from p // window * window
 on; other rows are not read. A pos [n, 2] says
@@ -200,8 +202,8 @@ def _lower(
     # A head's slots of four values (shaders/attention/decode/fused.glsl) go to as many threads, as far as they can add up by shuffles.
     head_lanes = min(32, s.wg, ctx.caps.subgroup_min, 1 << ((hd // 4).bit_length() - 1)) if fused else 1
     groups = (n_head // s.heads, s.splits, ceil_div(n, s.tokens))
-    # Fused, the kernel also stores the new key and value.
-    cached: Access = "rw" if fused else "r"
+    # Fused, the kernel also stores the new key and value, unless a layer before did.
+    cached: Access = "rw" if fused.get("STORES_ROW", bool(fused)) else "r"
     args = [Arg(q), Arg(cache_k, cached), Arg(cache_v, cached), Arg(pos), Arg(out, "w")]
     splits = [f"{out.name}.splits"] if s.splits > 1 else []
     # Splits meet in scratch memory; the last one to arrive, found by a counter, merges them.
@@ -471,6 +473,13 @@ class AttnDecode(DecodeCases):
             return token_by_sequence(self.reference, inputs, params)
         angles = rest.pop(0) if params["n_dims"] else np.zeros((1, 0, 2))
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
+        cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
+        if params.get("shared_kv"):
+            q = np.asarray(qkv, np.float64).reshape(1, heads, hd)
+            if params.get("has_norm"):
+                q = OPS["RMS_NORM"].reference([q], params)[0] * np.asarray(rest.pop(0), np.float64)
+            q = rotate_pairs(q, cos, sin, params["mode"])
+            return OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
         q, k, v = np.split(np.asarray(qkv, np.float64).reshape(1, heads + 2 * kv, hd), (heads, heads + kv), axis=1)
         if params.get("has_norm"):
             flat = params.get("norm_all")
@@ -479,7 +488,6 @@ class AttnDecode(DecodeCases):
             q, k = q.reshape(1, heads, hd), k.reshape(1, kv, hd)
         if params.get("norm_v"):
             (v,) = OPS["RMS_NORM"].reference([v], params)
-        cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
         q, k = (rotate_pairs(x, cos, sin, params["mode"]) for x in (q, k))
         cache_k, cache_v = stored_rows(params, pos, (k, v), (cache_k, cache_v))
         out = OPS["FLASH_ATTN_EXT"].reference([q, cache_k, cache_v, pos, *rest], params)
@@ -491,17 +499,18 @@ class AttnDecode(DecodeCases):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         qkv, pos, cache_k, cache_v, *rest = node.inputs
         params = node.params
-        n_dims, has_norm = int(params["n_dims"]), bool(params.get("has_norm"))
+        n_dims, has_norm, shared = int(params["n_dims"]), bool(params.get("has_norm")), bool(params.get("shared_kv"))
         if pos.shape != (1,):
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE takes one token, got {pos}")
         if n_dims % 4:
             raise PlanError(f"[attention] {node.name}: ATTN_DECODE rotates pairs two by two, n_dims = {n_dims} is no multiple of 4")
-        roles = [*(["angles"] if n_dims else []), *(["q_norm", "k_norm"] if has_norm else [])]
+        roles = [*(["angles"] if n_dims else []), *(["q_norm", *([] if shared else ["k_norm"])] if has_norm else [])]
         paged = paged_inputs(node)
         rest = rest[: len(rest) - len(paged)]
         roles += ["sinks"] * (len(rest) - len(roles))
         norms = {"HAS_NORM": int(has_norm), "NORM_ALL": int(bool(params.get("norm_all"))), "NORM_V": int(bool(params.get("norm_v")))}
         fused: Defines = {**norms, "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
+        fused |= {"STORES_ROW": 0} if shared else {}
         extra = [*zip(roles, rest, strict=True), *paged]
         return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
 
@@ -528,9 +537,29 @@ class AttnDecode(DecodeCases):
         params = node.params
         qkv, pos, cache_k, cache_v, *extra = node.inputs
         extra = extra[1:] if params["n_dims"] else extra
+        if params.get("shared_kv"):
+            return self._unfused_queries(node)
         if params.keys() & OF_NORMS or params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"} or params.get("page"):
             return []
         norms = 2 * bool(params.get("has_norm"))
         q = Tensor(f"{node.name}.q", "F32", (1, params["n_head"], params["head_dim"]))
         stored = Node("QKV_ROPE_SET_ROWS", (qkv, pos, cache_k, cache_v, *extra[:norms]), (q, cache_k, cache_v), {**params, "packed": True})
         return [stored, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra[norms:]), node.outputs[:1], params)]
+
+    def _unfused_queries(self, node: Node) -> list[Node]:
+        """Norm, RoPE and attention of one token whose row the caches hold. None with frequency factors, which are in the angles already."""
+        params = node.params
+        qkv, pos, cache_k, cache_v, *extra = node.inputs
+        if params.get("has_ff"):
+            return []
+        extra = extra[1:] if params["n_dims"] else extra
+        q, made = dataclasses.replace(qkv, shape=(1, params["n_head"], params["head_dim"])), list[Node]()
+        if params.get("has_norm"):
+            normed = Tensor(f"{node.name}.normed", "F32", q.shape)
+            made.append(Node("RMS_NORM_MUL", (q, extra.pop(0)), (normed,), {"eps": params["eps"]}))
+            q = normed
+        if params["n_dims"]:
+            rotated = Tensor(f"{node.name}.q", "F32", q.shape)
+            made.append(Node("ROPE", (q, pos), (rotated,), {key: params[key] for key in rope_angles.PARAMS}))
+            q = rotated
+        return [*made, Node("FLASH_ATTN_EXT", (q, cache_k, cache_v, pos, *extra), node.outputs, params)]

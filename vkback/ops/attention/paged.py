@@ -57,14 +57,16 @@ def by_sequence(reference: Reference, inputs: Sequence[Array], params: Mapping[s
 
 
 def token_by_sequence(reference: Reference, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-    """ATTN_DECODE over the rows of the token's own sequence; the new row goes back into its page."""
+    """ATTN_DECODE over the rows of the token's own sequence; the new row goes back into its page, unless it was there before."""
     qkv, pos, cache_k, cache_v, *rest = inputs[:-2]
     slots, pages = inputs[-2:]
     plain = {key: value for key, value in params.items() if key != "page"}
     rows = physical_rows(pages, int(slots[0]), max(int(pos[0]) + 1, 1), params["page"])
-    out, new_k, new_v = reference([qkv, pos, cache_k[:, rows], cache_v[:, rows], *rest], plain)
+    out, *new = reference([qkv, pos, cache_k[:, rows], cache_v[:, rows], *rest], plain)
+    if not new:
+        return [out]
     caches = [np.array(cache_k), np.array(cache_v)]
     if pos[0] >= 0:
-        for cache, new in zip(caches, (new_k, new_v), strict=True):
-            cache[:, rows[-1]] = new[:, -1]
+        for cache, written in zip(caches, new, strict=True):
+            cache[:, rows[-1]] = written[:, -1]
     return [out, *caches]

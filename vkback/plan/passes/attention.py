@@ -233,6 +233,39 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
     return nodes
 
 
+def queries_into_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> Nodes:
+    """RMS_NORM_MUL and ROPE of one token's Q -> its FLASH_ATTN_EXT, which becomes an ATTN_DECODE, where a layer before stored this token's
+    K and V (shared KV layers) and the device binds as many buffers."""
+    index = Index(nodes, outputs)
+    for attention in [n for n in nodes if n.op == "FLASH_ATTN_EXT" and "split_q" not in n.params]:
+        q, cache_k, cache_v, pos, *more = attention.inputs
+        rope = index.one_use_producer(q, "ROPE")
+        stored = {t.name for n in nodes for t in n.outputs}
+        if rope is None or rope.inputs[1].name != pos.name or pos.shape != (1,) or rope.params["n_dims"] % 4:
+            continue
+        if cache_k.name == cache_v.name or cache_k.shape != cache_v.shape or not {cache_k.name, cache_v.name} <= stored:
+            continue
+        heads, dim = rope.inputs[0].shape[1:]
+        norm = index.one_use_producer(rope.inputs[0], "RMS_NORM_MUL")
+        norm = norm if norm is not None and norm.inputs[1].shape == (dim,) == norm.inputs[0].shape[-1:] else None
+        source = norm.inputs[0] if norm is not None else rope.inputs[0]
+        factors = rope.inputs[2:]
+        params = {**rope.params, "has_norm": norm is not None, "has_ff": bool(factors), "shared_kv": True}
+        params |= {"eps": norm.params["eps"]} if norm is not None else {}
+        params |= {"n_head": heads, "n_head_kv": cache_k.shape[0], "head_dim": dim}
+        params |= {key: c.type for key, c in (("type_k", cache_k), ("type_v", cache_v)) if c.type != "F16"}
+        angles = angles_node(nodes, pos, factors, params)
+        weights = norm.inputs[1:] if norm is not None else ()
+        inputs = (dataclasses.replace(source, shape=(1, heads * dim)), pos, cache_k, cache_v, angles.outputs[0], *weights, *more)
+        if len(inputs) + 1 > bindings:
+            continue
+        fused = Node("ATTN_DECODE", inputs, attention.outputs, {**params, **attention.params})
+        gone = [n for n in (norm, rope, attention) if n is not None]
+        nodes = replace(nodes, gone, [*([] if any(n is angles for n in nodes) else [angles]), fused])
+        index = Index(nodes, outputs)
+    return nodes
+
+
 @dataclass(frozen=True)
 class DecodeNorms:
     """Norms before a QKV_ROPE_SET_ROWS of one token that its attention takes in, beside those of heads of Q and K.

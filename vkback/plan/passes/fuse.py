@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
-from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing
+from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention
 from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.linear import (
     as_linear,
@@ -53,7 +53,11 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         nodes = step(nodes, outputs)
     if n == 1 and not ctx.exact:
         nodes = fuse_multiplier(nodes, outputs)
-    nodes = choose_kernels(pack_qkv(pack_delta_net(nodes), n == 1 and choice["rope"] == "attention"), ctx)
+    into_attention = n == 1 and choice["rope"] == "attention"
+    nodes = pack_qkv(pack_delta_net(nodes), into_attention)
+    if into_attention:
+        nodes = queries_into_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
+    nodes = choose_kernels(nodes, ctx)
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
         nodes = post_norms_into_prologue(nodes, outputs, ctx)
