@@ -1,6 +1,6 @@
 // Epilogue of a GEMV: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU or gelu, gelu times a multiplier where
-// there is one (its sum then has a scale); stored as F32 or Q8_1.
-#if GELU
+// there is one (its sum then has a scale); with SOFTCAP y = cap * tanh(y / cap); stored as F32 or Q8_1.
+#if GELU || defined(SOFTCAP)
 #include "elementwise/functions.glsl"
 #endif
 
@@ -90,6 +90,12 @@ uint output_row() {
 #define NORMED(sum) (sum)
 #endif
 
+#ifdef SOFTCAP
+#define CAPPED(v) (SOFTCAP * tanh_exact((1.0 / SOFTCAP) * (v)))
+#else
+#define CAPPED(v) (v)
+#endif
+
 // The finished value of output_row() for token c. Every lane must call, since it shuffles.
 float apply_epilogue(uint tid, uint buf, uint c) {
 #if GLU && PARTIALS > 1
@@ -117,9 +123,9 @@ float apply_epilogue(uint tid, uint buf, uint c) {
 #elif GELU
     return TIMES(gelu(SCALED(NORMED(total[c])) + addend[c]), c);
 #elif PARTIALS > 1
-    return NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c];
+    return CAPPED(NORMED(row_total(tid, buf, min(lane, ROWS - 1u), c)) + addend[c]);
 #else
-    return NORMED(total[c]) + addend[c];
+    return CAPPED(NORMED(total[c]) + addend[c]);
 #endif
 }
 

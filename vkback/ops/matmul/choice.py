@@ -194,8 +194,9 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         return None, f"{node.w.shape[0]} matrices, more than a route has shared memory for"
     by_heads = node.experts == "heads"
     # GEMMs have no prologue and choose no experts.
-    if node.n < 2 or node.norms_x or node.chosen or "multiplier" in node.extra or (by_heads and node.x.type != "F32"):
-        return None, "one token, or what only GEMVs have: a prologue, a multiplier, the choice of experts, heads of Q8_1"
+    by_gemv = node.norms_x or node.chosen or "multiplier" in node.extra or node.params.softcap
+    if node.n < 2 or by_gemv or (by_heads and node.x.type != "F32"):
+        return None, "one token, or what only GEMVs have: a prologue, a multiplier, a softcap, the choice of experts, heads of Q8_1"
     matrix = matrix_shape(ctx.caps) if _matrices_allowed(node.w, ctx) else None
     choice = ctx.tuning.pick(
         "gemm",

@@ -213,6 +213,8 @@ class Linear(Op):
             y = y * by["multiplier"]
         if "residual" in by:
             y = y + by["residual"]
+        if params.softcap:
+            y = params.softcap * np.tanh(y / params.softcap)
         return [y, *chosen]
 
     def choose(self, node: Node, ctx: LowerContext) -> ProductChoice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any, Literal
@@ -247,6 +248,7 @@ def fused_case(
     glu: bool = False,
     oai: bool = False,
     gelu: bool = False,
+    softcap: float = 0.0,
     out: str = "F32",
     experts: int = 6,
     used: int = 3,
@@ -259,8 +261,9 @@ def fused_case(
     seed: int = 7,
 ) -> Case:
     """LINEAR. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU
-    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; with post_norm the sum behind it is a further output; with logits: gating and
-    norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
+    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; softcap: of what comes out, 0: none; with post_norm the sum behind it is a
+    further output; with logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the
+    nodes that share the output."""
     if type_b == "q8_1" and "norm" in roles:
         raise CaseLineError(f"type_b=q8_1 with fused={'+'.join(roles)}: a norm takes activations as they are; expected type_b=f32")
     choosing = "logits" in roles
@@ -269,6 +272,7 @@ def fused_case(
     def node() -> Node:
         more: dict[str, Any] = dict(SWIGLU_OAI) if oai else {}
         more |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
+        more |= {"softcap": softcap} if softcap else {}
         if choosing:
             more |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
         return linear_node(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, params=more)
@@ -278,7 +282,7 @@ def fused_case(
         return Problem(whole, made_up(whole, rng, first_expert=1, ties=ties))
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
-    activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {})
+    activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {}) | ({"softcap": softcap} if softcap else {})
     case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed, node)
     case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
     return split_case(case, split) if split else case
@@ -347,6 +351,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         out: Literal["F32", "Q8_1", "f32", "q8_1"] = "F32",
         oai: bool = False,
         gelu: bool = False,
+        softcap: float = 0.0,
         gating: str = "softmax",
         norm_w: bool = True,
         ties: bool = False,
@@ -364,6 +369,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             raise CaseLineError(f"fused={fused}: no input is called {unknown[0]}; expected some of {'+'.join(FUSED_ROLES)}, or none")
         if min(m, n, k) < 1 or not 1 <= n_used <= n_mats:
             raise CaseLineError(f"m={m}, n={n}, k={k}, n_mats={n_mats}, n_used={n_used}: expected sizes from 1, n_used up to n_mats")
+        if not 0.0 <= softcap < math.inf or (softcap and (n > 1 or glu or gelu)):
+            raise CaseLineError(f"softcap={softcap}: expected a number from 0, which is none, n=1 and neither glu nor gelu")
         if sentinels and "residual" not in roles:
             raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
         case = fused_case(
@@ -375,6 +382,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             glu=glu,
             oai=oai,
             gelu=gelu,
+            softcap=softcap,
             out=out.upper(),
             experts=n_mats,
             used=n_used,

@@ -15,7 +15,7 @@ def unfused(node: Node) -> list[Node]:
     that makes a part of a wider output."""
     params, by = LinearParams.of(node.params), inputs_by_role(node)
     w, x, out = by["w"], by["x"], node.outputs[0]
-    plain = len(params.roles) == 2 and not params.activates and out.type == "F32"
+    plain = len(params.roles) == 2 and not params.activates and not params.softcap and out.type == "F32"
     if plain or params.rows_total is not None:
         return []
     chain: list[Node] = []
@@ -63,6 +63,9 @@ def unfused(node: Node) -> list[Node]:
         y = emit("MUL", "multiplied", y.shape, y, by["multiplier"])
     if "residual" in by:
         y = emit("ADD", "added", y.shape, y, by["residual"])
+    if params.softcap:
+        y = emit("TANH", "tanh", y.shape, emit("SCALE", "in_caps", y.shape, y, scale=1.0 / params.softcap, bias=0.0))
+        y = emit("SCALE", "capped", y.shape, y, scale=params.softcap, bias=0.0)
     if out.type == "Q8_1":
         return [*chain, Node("QUANTIZE_Q8_1", (y,), (out,))]
     # The last node writes the output itself.

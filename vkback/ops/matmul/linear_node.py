@@ -98,6 +98,7 @@ class LinearParams:
     x_shared     slots that share a row of x, where experts take it in unit order; None: as the shape of x says
     x_matrix_columns  of the matrices that such an x was packed for; 0: of its own kernel's
     gelu_scale   with a multiplier: of the sums that gelu takes
+    softcap      c: of one token and without an activation y = c tanh(y / c), behind all else; 0: none
     units_eps    of the norm whose weight is units_norm, where experts are summed: the output behind the norm is packed, too, ..
     units_shape  .. for products of such a shape
     choice       params of TOPK_MOE, where it chooses its experts
@@ -117,6 +118,7 @@ class LinearParams:
     x_shared: int | None = None
     x_matrix_columns: int = 0
     gelu_scale: float = 1.0
+    softcap: float = 0.0
     units_eps: float = 0.0
     units_shape: GemmShape | None = None
     choice: Mapping[str, Any] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from vkback.plan.passes.linear import (
     fuse_glu,
     fuse_multiplier,
     fuse_residual,
+    fuse_softcap,
     norms_into_prologue,
     post_norms_into_prologue,
     quantize_activations,
@@ -52,7 +53,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     if n == 1 and not ctx.exact:
-        nodes = fuse_multiplier(nodes, outputs)
+        nodes = fuse_softcap(fuse_multiplier(nodes, outputs), outputs)
     into_attention = n == 1 and choice["rope"] == "attention"
     nodes = pack_qkv(pack_delta_net(nodes), into_attention)
     if into_attention:

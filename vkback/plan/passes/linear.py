@@ -110,6 +110,25 @@ def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return rewrite(nodes, outputs, match)
 
 
+def fuse_softcap(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """SCALE by 1 / c, TANH and SCALE by c of a GEMV of one token, with a bias or none -> the GEMV with a softcap."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "SCALE" or node.params["bias"] != 0.0 or prod(node.outputs[0].shape[:-1]) != 1:
+            return None
+        tanh = index.one_use_producer(node.inputs[0], "TANH")
+        before = index.one_use_producer(tanh.inputs[0], "SCALE") if tanh is not None else None
+        gemv = index.one_use_producer(before.inputs[0], "LINEAR") if before is not None else None
+        if tanh is None or before is None or gemv is None or activated(gemv) or not {"w", "x", "bias"} >= set(gemv.params["roles"]):
+            return None
+        cap = float(node.params["scale"])
+        if not cap > 0.0 or before.params != {"scale": 1.0 / cap, "bias": 0.0}:
+            return None
+        return [gemv, before, tanh, node], _gemv(inputs_by_role(gemv), node.outputs[0], {**gemv.params, "softcap": cap})
+
+    return rewrite(nodes, outputs, match)
+
+
 def fuse_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """MOE_REDUCE of a GEMV by routed experts -> the GEMV summed over its experts."""
 
