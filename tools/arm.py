@@ -22,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip, work_in
+from debian_root import SOURCE, DebianRoot, RootError, built_wheel, pip, stamp_of, work_in
 
 PACKAGES = "python3 libvulkan1 mesa-vulkan-drivers"
 VERSION = "3.13"
@@ -61,13 +61,13 @@ class ArmRoot(DebianRoot):
         self.build()
         wheel = built_wheel(self.folder / "opt/dist")
         stamp = self.folder / "opt/installed"
-        if not stamp.exists() or stamp.read_text(encoding="utf-8") != wheel.name:
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != stamp_of(wheel):
             print("== packages", file=sys.stderr)
             shutil.rmtree(self.folder / SITE.lstrip("/"), ignore_errors=True)
             platforms = [word for glibc in ("2_17", "2_28", "2_34") for word in ("--platform", f"manylinux_{glibc}_aarch64")]
             wanted = ["--platform", "manylinux2014_aarch64", *platforms, "--python-version", VERSION, "--only-binary=:all:"]
             pip("install", "--no-compile", "--target", str(self.folder / SITE.lstrip("/")), *wanted, f"{wheel}[test]")
-            stamp.write_text(wheel.name, encoding="utf-8")
+            stamp.write_text(stamp_of(wheel), encoding="utf-8")
 
     def run(self, *argv: str, folder: str = SOURCE, path: str = f"{SOURCE}:{SITE}") -> bool:
         """Whether a command of python3 ended with 0; what it prints is shown. path: PYTHONPATH."""

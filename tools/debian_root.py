@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -52,6 +53,11 @@ def is_mounted(place: Path, mounts: str | None = None) -> bool:
     return os.path.realpath(place) in places
 
 
+def stamp_of(wheel: Path) -> str:
+    """What tells whether this very wheel is installed: another commit's has the same name."""
+    return f"{wheel.name} {hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+
+
 class DebianRoot:
     """A root with packages; its mounts last until `close`."""
 
@@ -90,7 +96,7 @@ class DebianRoot:
                 "apt-get -qq -o Acquire::Check-Valid-Until=false update; "  # mirrors may be snapshots
                 f"apt-get -qq install -y --no-install-recommends {self.packages}; {then}"
             )
-            made.write_text("")
+            made.touch()
 
     def make(self) -> None:
         """Build it, and what a program needs in it."""

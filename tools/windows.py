@@ -32,7 +32,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from debian_root import SOURCE, DebianRoot, built_wheel, pip, said, work_in
+from debian_root import SOURCE, DebianRoot, built_wheel, pip, said, stamp_of, work_in
 
 PACKAGES = (
     "wine wine64 mesa-vulkan-drivers libvulkan1 gcc-mingw-w64-x86-64 python3.13 libpython3.13-stdlib git ca-certificates"  # libpython: Lib
@@ -89,9 +89,9 @@ class WindowsRoot(DebianRoot):
             self.make_python()
         wheel = built_wheel(self.home / "dist")
         stamp = self.home / "installed"
-        if not stamp.exists() or stamp.read_text() != wheel.name + str(wheel.stat().st_size):
+        if not stamp.exists() or stamp.read_text(encoding="utf-8") != stamp_of(wheel):
             self.install(wheel)
-            stamp.write_text(wheel.name + str(wheel.stat().st_size))
+            stamp.write_text(stamp_of(wheel), encoding="utf-8")
 
     def make_python(self) -> None:
         """python.exe, the DLLs beside it, Lib."""
@@ -112,9 +112,9 @@ class WindowsRoot(DebianRoot):
         exported = said(*self.inside("x86_64-w64-mingw32-objdump", "-p", f"{HOME}/python/python313.dll"))
         names = sorted(set(re.findall(r"\b_?Py\w+$", exported.partition("[Ordinal/Name Pointer] Table")[2], re.M)))
         (parts / "python3.def").write_text(
-            "\n".join(("LIBRARY python3", "EXPORTS", *(f"{name}=python313.{name}" for name in names))) + "\n"
+            "\n".join(("LIBRARY python3", "EXPORTS", *(f"{name}=python313.{name}" for name in names))) + "\n", encoding="utf-8"
         )
-        (parts / "python.c").write_text(PYTHON_EXE)
+        (parts / "python.c").write_text(PYTHON_EXE, encoding="utf-8")
         self.shell(
             f"cd {HOME}/parts; gcc=x86_64-w64-mingw32-gcc; $gcc -shared -nostdlib -Wl,--entry=0 -o ../python/python3.dll python3.def; "
             "$gcc -O1 -municode -o ../python/python.exe python.c"
@@ -139,8 +139,9 @@ class WindowsRoot(DebianRoot):
         own = sorted(name for name in names if COMPLEX.fullmatch(name) and name not in NOT_COMPLEX)
         forwards = [f"{name}=our_{name}" if name in own else f"{name}=ucrtbase.{name}" for name in sorted(names - {"Name"})]
         parts = self.home / "parts"
-        (parts / "math.c").write_text("\n".join(("#include <complex.h>", *map(definition, own))) + "\n")
-        (parts / "math.def").write_text("\n".join((f"LIBRARY {PATCHED.decode().removesuffix('.dll')}", "EXPORTS", *forwards)) + "\n")
+        (parts / "math.c").write_text("\n".join(("#include <complex.h>", *map(definition, own))) + "\n", encoding="utf-8")
+        library = PATCHED.decode().removesuffix(".dll")
+        (parts / "math.def").write_text("\n".join((f"LIBRARY {library}", "EXPORTS", *forwards)) + "\n", encoding="utf-8")
         self.shell(
             f"cd {HOME}/parts; x86_64-w64-mingw32-gcc -shared -static -O1 -fno-builtin -o ../python/{PATCHED.decode()} math.c math.def"
         )
