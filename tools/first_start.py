@@ -62,7 +62,7 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
     """A row: Python, compiler, numpy, seconds to install, to the first text, to that of a model whose kernels are compiled."""
     with tempfile.TemporaryDirectory(prefix="vkback-") as name:
         home = Path(name)
-        env = environment(home)
+        env = environment(home, "PYTHONPATH", "VIRTUAL_ENV")
         if args.no_compiler:
             env["PATH"] = str(home / "programs")
             (home / "programs").mkdir()
@@ -76,9 +76,9 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
         return row(str(folder / "python"), str(install), home, env, args)
 
 
-def environment(home: Path) -> dict[str, str]:
+def environment(home: Path, *without: str) -> dict[str, str]:
     """That of this process, with a home of its own and empty caches."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    kept = {k: v for k, v in os.environ.items() if k not in (*without, "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
     return kept | {"HOME": str(home), "VKBACK_CACHE": str(home / "cache")}
 
 
