@@ -72,7 +72,7 @@ def on_path(program: str) -> str | None:
     anybody may have left one there."""
     name = f"{program}.exe" if sys.platform == "win32" else program
     files = (Path(folder) / name for folder in os.get_exec_path() if folder)
-    return next((str(file) for file in files if file.is_file() and os.access(file, os.X_OK)), None)
+    return next((str(file) for file in files if os.access(file, os.X_OK) and file.is_file()), None)
 
 
 def builtin_models() -> list[Path]:

@@ -79,4 +79,5 @@ def mac_loaders(environment: Mapping[str, str], home: Path) -> list[Path]:
     folders = [Path(sdk) / "lib"] if sdk else []
     folders += [Path(prefix) / "lib" for prefix in dict.fromkeys((*([brew] if brew else []), "/opt/homebrew", "/usr/local"))]
     folders += sorted(home.glob("VulkanSDK/*/macOS/lib"), reverse=True)
-    return [file for folder in folders for file in (folder / "libvulkan.1.dylib", folder / "libvulkan.dylib") if file.is_file()]
+    files = (folder / name for folder in folders for name in ("libvulkan.1.dylib", "libvulkan.dylib"))
+    return [file for file in files if os.access(file, os.R_OK) and file.is_file()]

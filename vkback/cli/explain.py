@@ -157,7 +157,7 @@ def own_rule(node: Node, ctx: LowerContext) -> dict[str, Any]:
     sets what is chosen now, and the tables of that folder that the device does not read."""
     from vkback.ops.family import FAMILIES
     from vkback.paths import user_tuning_root
-    from vkback.tuning.lookup import device_table
+    from vkback.tuning.lookup import device_table, user_tables
     from vkback.tuning.table import row_lines
 
     asked, _, _ = lowered(node, ctx)
@@ -167,7 +167,7 @@ def own_rule(node: Node, ctx: LowerContext) -> dict[str, Any]:
         family: row_lines(family, {key: query[key] for key in OWN_KEYS if key in query} or query, dict(choice.params), "what you measured")
         for family, (query, choice) in kept.items()
     }
-    others = sorted(path.name for path in folder.glob("*.toml") if path.name != name) if folder and folder.is_dir() else []
+    others = [path.name for path in user_tables(folder) if path.name != name]
     return {"file": str(folder / name) if folder else name, "rows": rows, "not_read": others}
 
 

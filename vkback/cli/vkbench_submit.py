@@ -25,14 +25,14 @@ def write_submission(file: Path, device: str | None, results: Sequence[BenchResu
     from vkback.device import Device
     from vkback.paths import user_tuning_root
     from vkback.report.community import WHERE, submission
-    from vkback.tuning.lookup import device_table
+    from vkback.tuning.lookup import device_table, user_tables
 
     with Device.open(device.partition(",")[0] if device else None) as opened:
         suite = suite_verdict(opened)
         caps = opened.caps
     folder = user_tuning_root()
-    table = folder / device_table(caps) if folder else None
-    text = table.read_text(encoding="utf-8") if table is not None and table.is_file() else ""
+    table = folder / device_table(caps)
+    text = table.read_text(encoding="utf-8") if table in user_tables(folder) else ""
     rows = [{**r.row(), "test": r.test, "samples_ts": r.samples_ts} for r in results]
     write_output(file, "--submit", json.dumps(submission(caps, bug_report(), text, rows, suite), indent=1) + "\n")
     print(f"vkbench: wrote {file}: {len(rows)} results, {suite['right']} cases right, {suite['wrong']} wrong. {WHERE}", file=sys.stderr)

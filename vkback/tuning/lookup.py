@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,12 @@ class Tuning:
             user = user_tuning_root()
         root = root or tuning_root()
         device = device_table(caps)
-        if user:
-            _tell_unread(user, device)
+        mine = user_tables(user) if user else []
+        _tell_unread(mine, device)
         vendor = load_table(root / f"{caps.vendor}.toml")
         tables = [
             override_rows(os.environ.get("VKBACK_OVERRIDES", "")),
-            load_table(user / device, shown=str(user / device)) if user else (),
+            load_table(user / device, shown=str(user / device)) if user and user / device in mine else (),
             load_table(root / device),
             [r for r in vendor if r.devices and r.suits(caps)],
             [r for r in vendor if not r.devices],
@@ -193,9 +193,23 @@ def fault_anywhere(key: str, value: Any, families: Collection[Family]) -> str:
 _told: set[Path] = set()
 
 
-def _tell_unread(folder: Path, own: str) -> None:
-    """A warning, once a process, for each table in a user's folder that no device reads."""
-    for path in sorted(folder.glob("*.toml")) if folder.is_dir() else ():
+def user_tables(folder: Path) -> list[Path]:
+    """The files of a user's folder of tables. A folder that may not be looked into has none, as that of another user, whose HOME `sudo` or
+    a container leaves in place; a warning says so once a process."""
+    try:
+        return sorted(file for file in folder.iterdir() if file.suffix == ".toml")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        if folder not in _told:
+            _told.add(folder)
+            log.warning("no tables are read from %s: %s. Give a folder of yours by VKBACK_TUNING", folder, e.strerror, extra=TO_MEND)
+        return []
+
+
+def _tell_unread(files: Iterable[Path], own: str) -> None:
+    """A warning, once a process, for each table of a user that no device reads."""
+    for path in files:
         if path not in _told and not path.name.startswith("device_"):
             _told.add(path)
             log.warning("%s is never read: the table of this device is called %s", path, own, extra=TO_MEND)
