@@ -28,6 +28,8 @@ def fill(part: str, name: str, size: int, used_s: float) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(bytes(size))
     os.utime(file, (used_s, used_s))
+    if file.stat().st_atime != used_s:
+        pytest.skip("this system says of each file that it was used just now")  # Wine
     return file
 
 
@@ -82,8 +84,8 @@ def test_no_limit_and_a_folder_that_cannot_be_written(monkeypatch: pytest.Monkey
 
 
 def test_compiling_bounds_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VKBACK_CACHE_MB", "1")
-    old = fill("shaders/old", "a.spv", 2_000_000, 1)
+    monkeypatch.setenv("VKBACK_CACHE_MB", "30")  # 12 of them are vkback's own compiler where that is used
+    old = fill("shaders/old", "a.spv", 40_000_000, 1)
     (tmp_path / "shaders").mkdir()
     (tmp_path / "shaders" / "fill.comp").write_text(FILL)
     ShaderLibrary(tmp_path / "shaders", tmp_path / "own").spirv(Variant("fill.comp", (("VALUE", 1),)))
