@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -301,6 +302,38 @@ def test_memory_that_cannot_be_imported_is_refused_with_the_other_way(device: De
 def test_what_commands_say_is_one_line(arguments: list[str], said: str) -> None:
     done = run_program([sys.executable, "-m", "vkback", "run", "Once", "-n", "2", *arguments])
     assert done.returncode == 2 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["batch", "-npp", "8", "-ntg", "4", "-npl", "3", "--device", "0,0", "-ts", "1,1"],
+            r"^vkbench: error: \[split\] 3 sequences .* expected at most -npl 2, or one ",
+        ),
+        (["batch", "-npl", "2", "--device", "0,0"], r"^vkbench: error: \[split\] .* fit device 1 of 2, .*-ts 1,1 .*$"),
+        (["batch", "-npl", "2", "-pps", "--device", "0,0"], r"^vkbench: error: -pps and --device 0,0 exclude each other: .*$"),
+        (["spec", "--device", "0,0"], r"^vkbench: error: --device 0,0: drafts are made on one device, .*$"),
+    ],
+)
+def test_what_vkbench_does_not_measure_over_several_devices_is_one_line(arguments: list[str], said: str) -> None:
+    done = run_program([sys.executable, "-m", "vkback.cli.vkbench", *arguments, "-m", "demo-dense"])
+    assert done.returncode == 2 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.vulkan
+def test_vkbench_batch_over_two_devices() -> None:
+    """Each device with half of the layers; two texts take turns."""
+    wanted = ["batch", "-npp", "8", "-ntg", "4", "-npl", "1,2", "-d", "4", "-m", "demo-dense", "-r", "2", "--device", "0,0", "-ts", "1,1"]
+    done = run_program([sys.executable, "-m", "vkback.cli.vkbench", *wanted, "--json"])
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["pl"], row["n_kv"], row["n_depth"]) for row in rows] == [(1, 16, 4), (2, 32, 4)]
+    for row in rows:
+        assert row["tensor_split"] == "1.00/1.00" and row["devices"] == "0,0"
+        assert len(row["samples_t_tg"]) == 2 and all(t > 0 for t in (*row["samples_t_pp"], *row["samples_t_tg"]))
 
 
 @pytest.mark.vulkan

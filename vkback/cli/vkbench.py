@@ -47,7 +47,7 @@ from vkback.cli.shell import (
     shares,
 )
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_run import Feed, cpu_name, device_names, driver_text, measure, where_it_ran
+from vkback.cli.vkbench_run import Feed, cpu_name, device_names, driver_text, measure, split_text, where_it_ran
 from vkback.cli.vkbench_tests import BenchTest, parse_values, plan_tests
 from vkback.report.bench_table import BENCH, BenchResult
 from vkback.report.build import build_info
@@ -416,7 +416,7 @@ def _result(
         type_v=cache[1],
         devices=settings.device or "auto",
         n_cpu_moe=engine.expert_memory.in_host,
-        tensor_split="/".join(f"{share:.2f}" for share in settings.tensor_split or (0.0,)),
+        tensor_split=split_text(settings.tensor_split),
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
         n_depth=test.n_depth,

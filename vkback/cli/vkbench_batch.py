@@ -16,14 +16,16 @@ from typing import Annotated, Protocol, cast
 import typer
 
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, Outputs, SaveOption, StoreOption
+from vkback.cli.hosts import device_list
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
-    DeviceOption,
+    DevicesOption,
     EngineLike,
     ExactRequestsOption,
     ModelOption,
+    TensorSplitOption,
     UbatchOption,
     UsageError,
     act_of,
@@ -31,9 +33,10 @@ from vkback.cli.shell import (
     load_engine,
     load_options,
     model_path,
+    shares,
 )
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_run import WARMUP_NS, cpu_name, driver_text, where_it_ran
+from vkback.cli.vkbench_run import WARMUP_NS, cpu_name, device_names, driver_text, split_text, where_it_ran
 from vkback.cli.vkbench_tests import parse_values
 from vkback.errors import VkbackError
 from vkback.report.batch_table import BATCH, BatchResult, settings_line
@@ -127,7 +130,8 @@ def batch(
     output_err: OutputErrOption = "none",
     save: SaveOption = None,
     store: StoreOption = None,
-    device: DeviceOption = None,
+    device: DevicesOption = None,
+    tensor_split: TensorSplitOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
@@ -139,6 +143,8 @@ def batch(
     """Measure many sequences at once: how long their prompts take, and their generation. Without options, 1 to 64 sequences of prompts of
     128 and 512 tokens."""
     tests, n_kv_max = planned(prompts or ["128,512"], gens or ["128"], parallel or ["1-64*2"], depths or ["0"], shared, n_kv_max)
+    if shared and device_list(device) is not None:
+        raise UsageError(f"-pps and --device {device} exclude each other: over several devices each sequence has a cache of its own")
     path = model_path(model)
     build = build_info()
     how = load_options(
@@ -148,6 +154,7 @@ def batch(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact and "requests",
+        tensor_split=(split := shares(tensor_split)),
         progress=bars(progress or sys.stderr.isatty()),
     )
     command = shlex.join(["vkbench", *sys.argv[1:]])
@@ -171,9 +178,10 @@ def batch(
             build_commit=build[0],
             build_number=build[1],
             cpu_info=cpu_name(),
-            gpu_info=engine.device.caps.name,
+            gpu_info=device_names(engine),
             driver_info=driver_text(engine),
             devices=device or "auto",
+            tensor_split=split_text(split),
             model_filename=str(path),
             model_type=engine.description,
             model_size=engine.size_bytes,
@@ -187,11 +195,12 @@ def batch(
             test_time="",
             command=command,
         )
-        outputs.begin(f"{engine.device.caps.summary_line()}\n{settings_line(common)}", command, where_it_ran(engine))
+        summaries = "\n".join(each.caps.summary_line() for each in engine.devices)
+        outputs.begin(f"{summaries}\n{settings_line(common)}", command, where_it_ran(engine))
         for test in tests:
             time.sleep(delay)
             begun, before = datetime.now(UTC), engine.compiled
-            cpu = engine.device.caps.device_type == "cpu"
+            cpu = all(each.caps.device_type == "cpu" for each in engine.devices)
             with StatusLine(wanted=not progress and output_err == "none") as status:
                 times = measure(timer, test, repetitions, warmup=warmup, cpu=cpu, note=_noting(progress, status))
             if (made := engine.compiled - before).compiled and output_err == "none":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
@@ -127,6 +127,11 @@ def where_it_ran(engine: EngineLike) -> str:
 def device_names(engine: EngineLike) -> str:
     """Of all that have layers, in their order, as llama-bench lists them."""
     return ", ".join(device.caps.name for device in engine.devices)
+
+
+def split_text(shares: Sequence[float] | None) -> str:
+    """Shares of several devices, as llama-bench writes them."""
+    return "/".join(f"{share:.2f}" for share in shares or (0.0,))
 
 
 def cpu_name() -> str:

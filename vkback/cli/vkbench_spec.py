@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vkback.cli.bench_output import AsJsonOption
+from vkback.cli.hosts import device_list
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
@@ -154,6 +155,8 @@ def spec(
     lengths = parse_values(accept_len, "--accept-len") if accept_len else []
     if 0 in lengths:
         raise UsageError("--accept-len 0: expected 1 and more: a step makes a token at least")
+    if device_list(device) is not None:
+        raise UsageError(f"--device {device}: drafts are made on one device, so spec measures one; name it alone")
     how = load_options(
         ctx=max(prompt, 1024) + 2 * n,
         act=act_of(act),

@@ -51,6 +51,7 @@ class BatchResult:
     driver_info: str
     backends: str = "Vulkan"
     devices: str = "auto"
+    tensor_split: str = "0.00"
     model_filename: str
     model_type: str
     model_size: int

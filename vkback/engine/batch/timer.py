@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vkback.engine.batch.batch import PAGE, Batch, Request
 from vkback.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from vkback.engine.split.timer import TurnsTimer
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,10 @@ class Timer:
         self._batch.close()
 
 
-def open_timer(engine: Engine, max_sequences: int, n_kv_max: int) -> Timer:
+def open_timer(engine: Engine, max_sequences: int, n_kv_max: int) -> Timer | TurnsTimer:
     """Raises VkbackError where so many rows do not fit."""
+    if len(engine.devices) > 1:
+        from vkback.engine.split.timer import TurnsTimer
+
+        return TurnsTimer(engine, max_sequences)
     return Timer(engine, max_sequences, n_kv_max)
