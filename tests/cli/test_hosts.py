@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +128,14 @@ def lines_of_ops() -> list[str]:
     return [case.line for case in quick_cases() if case.op in OPS.split(",")]
 
 
+def a_scheduler() -> tuple[str, Callable[[], subprocess.Popen[str]]]:
+    """The address of a scheduler of this machine, and what starts it, as often as it is called."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    wanted = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    return f"tcp://127.0.0.1:{port}", lambda: started(*wanted, module="distributed.cli.dask_scheduler")
+
+
 @contextmanager
 def ended(*processes: subprocess.Popen[str]) -> Iterator[None]:
     try:
@@ -154,13 +164,7 @@ def test_a_killed_worker_loses_no_case(tmp_path: Path) -> None:
 @pytest.mark.vulkan
 def test_a_killed_scheduler_loses_no_case(tmp_path: Path) -> None:
     journal = tmp_path / "j"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
-
-    def scheduler() -> subprocess.Popen[str]:
-        return started("--host", "127.0.0.1", "--port", str(port), "--no-dashboard", module="distributed.cli.dask_scheduler")
-
+    address, scheduler = a_scheduler()
     first, workers = scheduler(), started("worker", "--scheduler", address, "--workers", "2")
     run = started("test-ops", "-o", OPS, "--scheduler", address, "--journal", str(journal))
     with ended(run, workers, first):
@@ -192,6 +196,96 @@ def test_a_run_again_does_what_is_missing(tmp_path: Path) -> None:
     assert run.returncode == 0, said
     assert [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:]] == [json.loads(x)["key"] for x in whole[1:]]
     assert f"{len(whole) - 1}/{len(whole) - 1} tests passed" in said
+
+
+# -- sweeps of tune
+
+SWEPT = ("tune", "--quant", "Q4_0,Q8_0", "--shape", "256x512,512x256", "--budget", "20")
+TASKS = 4
+
+
+class Sweep:
+    """A journal of tune: how often each point of a task stands in it, and the points of each task's result."""
+
+    def __init__(self, folder: Path) -> None:
+        files = list(folder.glob("*.journal"))
+        text = files[0].read_text(encoding="utf-8") if files else ""
+        events = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        self.points = Counter((e["measured"], tuple(e["point"])) for e in events if "measured" in e)
+        self.results = Counter(e["key"] for e in events if "result" in e)
+        self.timed = {(e["key"], tuple(point)) for e in events if "result" in e for point, *_ in e["result"]["timed"]}
+
+    def holds_all(self, before: Sweep) -> None:
+        """Every task has one result, every point stands there once, and none of those from before is lost."""
+        assert len(self.results) == TASKS and set(self.results.values()) == {1}
+        assert set(self.points.values()) == {1}, "a point was timed again"
+        assert before.points.keys() <= self.timed, "a point is in no result"
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the tables and the journal of a sweep are."""
+    monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+    return tmp_path
+
+
+def in_the_middle(folder: Path) -> Sweep:
+    """The sweep once it has some points of tasks that have no result."""
+
+    def looked() -> Sweep | None:
+        sweep = Sweep(folder)
+        return sweep if len({key_and_point for key_and_point in sweep.points if key_and_point[0] not in sweep.results}) >= 3 else None
+
+    found: Sweep = wait_for(looked, 240)  # until programs are compiled
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_a_killed_worker_loses_no_point_of_a_sweep(swept: Path) -> None:
+    run = started(*SWEPT, "--workers", "2")
+    with ended(run):
+        before = in_the_middle(swept)
+        os.kill(workers_below(run)[0].pid, signal.SIGKILL)
+        said, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, said
+    Sweep(swept).holds_all(before)
+    assert len(re.findall(r"worker \S+ is gone while it ran LINEAR\(.*another takes it", said)) == 1, said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_a_killed_scheduler_loses_no_point_of_a_sweep(swept: Path) -> None:
+    address, scheduler = a_scheduler()
+    first, workers = scheduler(), started("worker", "--scheduler", address, "--workers", "2")
+    run = started(*SWEPT, "--scheduler", address)
+    with ended(run, workers, first):
+        before = in_the_middle(swept)
+        first.kill()
+        first.wait()
+        with ended(scheduler()):
+            said, _ = run.communicate(timeout=300)
+            assert run.returncode == 0, said
+    Sweep(swept).holds_all(before)
+    assert said.count("the scheduler at") == 1, said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_a_sweep_whose_command_was_killed_goes_on_from_its_journal(swept: Path) -> None:
+    run = started(*SWEPT, "--workers", "2")  # the scheduler is in its process
+    with ended(run):
+        in_the_middle(swept)
+        below = workers_below(run)
+        run.kill()
+        run.wait()
+    before = Sweep(swept)
+    wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below), 30)
+    run = started(*SWEPT, "--workers", "2", "--resume")
+    with ended(run):
+        said, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, said
+    Sweep(swept).holds_all(before)
 
 
 def test_without_the_packages_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,35 @@ def test_points_come_into_the_journal_and_with_the_task_that_is_done_again(membe
         assert work.units(member, LISTED)[0].args["known"] == [], "without --resume all is measured anew"
 
 
+def test_a_task_that_a_scheduler_took_with_it_begins_with_its_points(member: Member, folder: Path) -> None:
+    with ExitStack() as stack:
+        work = work_of(stack)
+        work.begin(member)
+        unit, _ = work.units(member, LISTED)
+        for at in (BEFORE, AFTER):
+            work.on_message(member, unit, {"trying": list(at)})
+        work.on_message(member, unit, {"measured": list(BEFORE), "us": 10.0, "spread_us": 0.5})
+        for _ in range(3):
+            (again,) = work.again(member, unit)
+            assert again.args["known"] == [[list(BEFORE), 10.0, 0.5]]
+            assert again.args["suspects"] == [], "no worker has ended with a point"
+
+
+def test_a_point_that_comes_late_is_kept_and_once(member: Member, folder: Path) -> None:
+    with ExitStack() as stack:
+        work = work_of(stack)
+        work.begin(member)
+        unit, _ = work.units(member, LISTED)
+        (again,) = work.lost(member, unit)
+        work.on_late_message(member, unit, {"trying": list(AFTER)})
+        work.on_late_message(member, unit, {"measured": list(BEFORE), "us": 10.0, "spread_us": 0.5})
+        work.on_message(member, again, {"measured": list(BEFORE), "us": 11.0, "spread_us": 0.5})
+        (again,) = work.lost(member, again)
+        assert again.args["known"] == [[list(BEFORE), 10.0, 0.5]] and again.args["suspects"] == [] and work.points == 1
+        (kind,) = work.kinds.values()
+        assert kind.own.journal.path.read_text(encoding="utf-8").count('"measured"') == 1
+
+
 def test_points_of_other_kernels_are_not_taken_up(tmp_path: Path) -> None:
     one = Journal(tmp_path / "j", {"device": "d", "driver": "1", "kernels": "a"})
     one.measured("key", (1, "x"), 2.0, 0.1)

@@ -57,12 +57,18 @@ class ListedWork:
     def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         """Nothing is sent."""
 
+    def on_late_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+        """Nothing is sent."""
+
     def done(self, member: Member, unit: Unit, value: Any) -> list[Unit]:
         self.kinds[member.kind].values[unit.key] = value
         self._journal.keep(member.about, member.kind, unit.key, value)
         return []
 
     def lost(self, member: Member, unit: Unit) -> list[Unit]:
+        return [unit]
+
+    def again(self, member: Member, unit: Unit) -> list[Unit]:
         return [unit]
 
     def failed(self, member: Member, unit: Unit, why: str) -> None:

@@ -128,6 +128,9 @@ class TestOps:
     def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         """Nothing: cases are short."""
 
+    def on_late_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+        """Nothing."""
+
     def done(self, member: Member, unit: Unit, value: Any) -> list[Unit]:
         shown = self._kinds[member.kind]
         shown.about = dataclasses.replace(shown.about, tuning=value["tuning"])
@@ -143,6 +146,9 @@ class TestOps:
         lines = unit.args["lines"]
         half = len(lines) // 2
         return [self._unit(lines[:half]), self._unit(lines[half:])] if half else [unit]
+
+    def again(self, member: Member, unit: Unit) -> list[Unit]:
+        return [unit]
 
     def failed(self, member: Member, unit: Unit, why: str) -> None:
         for line in unit.args["lines"]:

@@ -236,10 +236,21 @@ class TuneWork:
         elif "tried" in message:
             kind.trying.pop(key, None)
         elif "measured" in message:
-            self.points += 1
-            kind.own.journal.measured(key, message["measured"], message["us"], message["spread_us"])
+            self._measured(kind, key, message)
         elif "said" in message and (self._verbose or message["said"].startswith("WRONG")):
             say(f"{member.name}: {unit.key} [{message['point']}] {message['said']}")
+
+    def on_late_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+        if "key" in unit.args and "measured" in message:
+            self._measured(self.kinds[member.kind], unit.args["key"], message)
+
+    def _measured(self, kind: _Kind, key: str, message: Mapping[str, Any]) -> None:
+        """Keep a point. Of one that was on its way while the task began anew, the first time counts."""
+        journal = kind.own.journal
+        if tuple(message["measured"]) in journal.known(key) or any(result.key == key for result in kind.results):
+            return
+        self.points += 1
+        journal.measured(key, message["measured"], message["us"], message["spread_us"])
 
     def done(self, member: Member, unit: Unit, value: Any) -> list[Unit]:
         from vkback.autotune.tunable import TuneResult
@@ -259,6 +270,12 @@ class TuneWork:
             times = kind.suspected[key, at] = kind.suspected.get((key, at), 0) + 1
             if times >= MAX_SUSPECTED:
                 kind.own.journal.suspect(key, at)
+        return self.again(member, unit)
+
+    def again(self, member: Member, unit: Unit) -> list[Unit]:
+        """The same task with the points that were measured since the unit was made."""
+        kind, key = self.kinds[member.kind], unit.args["key"]
+        kind.trying.pop(key, None)
         return [self._unit(kind, kind.tasks[key])]
 
     def failed(self, member: Member, unit: Unit, why: str) -> None:

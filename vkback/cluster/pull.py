@@ -72,11 +72,17 @@ class Work(Protocol):
     def on_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
         """A message of a unit that runs."""
 
+    def on_late_message(self, member: Member, unit: Unit, message: Mapping[str, Any]) -> None:
+        """A message of a unit that does not run any more: it was on its way when the worker, or the scheduler, went."""
+
     def done(self, member: Member, unit: Unit, value: Any) -> Sequence[Unit]:
         """What a unit came to; units that follow from it."""
 
     def lost(self, member: Member, unit: Unit) -> Sequence[Unit]:
         """The worker is gone while it ran a unit: what to do in its place, () for nothing."""
+
+    def again(self, member: Member, unit: Unit) -> Sequence[Unit]:
+        """The scheduler is gone while a worker ran a unit, which is no fault of the unit's: what to do in its place."""
 
     def failed(self, member: Member, unit: Unit, why: str) -> None:
         """It will not be done."""
@@ -114,6 +120,7 @@ class Pull:
         self._refused: set[str] = set()
         self._kinds: dict[Kind, _Kind] = {}
         self._running: dict[str, _Running] = {}
+        self._gone: dict[str, _Running] = {}
         self._errors: set[str] = set()
         self._number = 0
         self._client: Any = None
@@ -189,11 +196,12 @@ class Pull:
             f"the scheduler at {self._cluster.address} is gone; {len(back)} units that ran go back to the {self.left} that are left "
             f"({type(error).__name__})"
         )
+        self._gone |= self._running
         self._running.clear()
         self._members.clear()
         self._asked.clear()
         for run in back:
-            self._put_back(run, [run.unit])
+            self._put_back(run, [run.unit] if run.first else self._work.again(run.member, run.unit))
         self._client = reach(self._cluster, self._on_message, self._said, self._patience_s)
         self._said(f"a scheduler answers at {self._cluster.address}")
 
@@ -210,7 +218,7 @@ class Pull:
         if not runs:
             self._said(f"worker {member.name} is gone")
         for key, run in runs:
-            del self._running[key]
+            self._gone[key] = self._running.pop(key)
             with suppress(Exception):
                 run.future.cancel()
             self._count_loss(run, f"worker {member.name} is gone while it ran {_brief(run.unit)}")
@@ -271,9 +279,11 @@ class Pull:
         if what == "described":
             self._join(*event)
         elif what == "message":
-            run = self._running.get(event.get("unit"))
-            if run is not None:
+            key = event.get("unit")
+            if run := self._running.get(key):
                 self._work.on_message(run.member, run.unit, event)
+            elif run := self._gone.get(key):
+                self._work.on_late_message(run.member, run.unit, event)
         else:
             self._end(*event)
 
