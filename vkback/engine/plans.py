@@ -65,6 +65,13 @@ class Plans:
         graph = self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_mtp=self.mtp)
         return graph if self.part is None else self.part.of(graph)
 
+    def _crossing(self) -> list[str]:
+        """Names of what a token reads of layers on other devices, and of what those read of these."""
+        if self.part is None:
+            return []
+        graph = self._model.graph(1, self.n_ctx, head="all", cache=self._cache)
+        return [t.name for t in (*self.part.given(graph), *self.part.taken(graph))]
+
     def token(self, kind: str) -> Schedule:
         """The schedule of one token: "logits", or one of `loop_kind` (vkback/engine/sampler.py)."""
         key = self.n_ctx, kind, 1
@@ -81,7 +88,7 @@ class Plans:
                     chained=CHAINED in kind,
                     p_min=least_probability(kind),
                 )
-            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
+            self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion, crossing=self._crossing())
         return self._schedules[key]
 
     def mtp_token(self, kind: str) -> Schedule:

@@ -24,18 +24,26 @@ class Part:
     def ends(self) -> bool:
         return self.end == self.layers
 
+    def given(self, graph: Graph) -> tuple[Tensor, ...]:
+        """What this part of a graph of all layers reads of those before it."""
+        return () if self.begins else crossing(graph, border(graph, self.first))
+
+    def taken(self, graph: Graph) -> tuple[Tensor, ...]:
+        """What later parts read of this one and of those before it."""
+        return () if self.ends else crossing(graph, border(graph, self.end))
+
     def of(self, graph: Graph) -> Graph:
         """This part of a graph of all layers. What it reads of the layers before is input, what later layers read of it is output."""
         begin = 0 if self.begins else border(graph, self.first)
         end = len(graph.nodes) if self.ends else border(graph, self.end)
-        inputs = {t.name: replace(t, kind="input") for t in crossing(graph, begin)} if begin else {}
+        inputs = {t.name: replace(t, kind="input") for t in self.given(graph)}
 
         def read(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return tuple(inputs.get(t.name, t) for t in tensors)
 
         # Of values that cross this part too, on their way to a later one, nothing is made here.
         nodes = [replace(node, inputs=read(node.inputs)) for node in graph.nodes[begin:end]]
-        outputs = graph.outputs if self.ends else crossing(graph, end)
+        outputs = graph.outputs if self.ends else self.taken(graph)
         return Graph(nodes if self.ends else live(nodes, outputs), outputs)
 
 

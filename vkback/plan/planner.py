@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from vkback.device import Capabilities
 from vkback.graph import Graph, Node, live
@@ -22,12 +23,14 @@ from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
 
-def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | None = None) -> Schedule:
+def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | None = None, crossing: Collection[str] = ()) -> Schedule:
     """The schedule of a graph on one device: a pure function of its arguments.
 
     fusion    "all", "none" (each op by itself) or "training" (vkback/plan/passes/training.py)
     ahead     a node runs at most so many stages before the nodes that precede it in the graph, even if it could run earlier: a training
               step needs the least memory with 0
+    crossing  names of inputs that layers on another device make, and of outputs that they read: what reads such inputs is planned as if
+              stage 0 made them, with the kernels that it would have with all layers on one device, those that spin-wait on them, too
     Raises PlanError naming the node when an op is unknown or cannot run on the device.
     """
     nodes, ctx = fused_nodes(graph, ctx, fusion=fusion)
@@ -44,9 +47,10 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
         dispatches = without_repeats(dispatches)
     if ctx.exact:
         dispatches = arithmetic_as_written(dispatches)
-    schedule = Schedule(into_stages(dispatches, ahead=ahead))
-    if ctx.sync == "sentinel":
-        schedule = without_barriers(schedule, ctx.caps.max_storage_bindings)
+    spins = ctx.sync == "sentinel"
+    schedule = Schedule(into_stages(dispatches, ahead=ahead, given=crossing if spins else ()))
+    if spins:
+        schedule = without_barriers(schedule, ctx.caps.max_storage_bindings, crossing)
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
     block = ctx.caps.largest_buffer

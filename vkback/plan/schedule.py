@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vkback.graph import Tensor
@@ -88,12 +88,15 @@ class _Touched:
         parts[part] = max(parts.get(part, -1), stage)
 
 
-def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None) -> list[list[Dispatch]]:
+def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None, given: Collection[str] = ()) -> list[list[Dispatch]]:
     """Puts each dispatch into the earliest stage after everything it depends on: read after write, write after read, write after write.
 
     ahead  but at most so many stages before the last one so far, so that values live little longer than the order of dispatches requires
+    given  names of tensors that count as made in stage 0
     """
     written, read = _Touched(), _Touched()
+    for name in given:
+        written.touch(name, "", 0)
     stages: list[list[Dispatch]] = []
     for d in dispatches:
         least = 0 if ahead is None else max(len(stages) - 1 - ahead, 0)

@@ -49,22 +49,36 @@ SENTINEL = 0x80808080
 """SENTINEL of shaders/common/sentinel.glsl."""
 
 
-def without_barriers(schedule: Schedule, max_bindings: int) -> Schedule:
+def without_barriers(schedule: Schedule, max_bindings: int, crossing: Collection[str] = ()) -> Schedule:
     """The schedule with as few barriers as its kernels allow. A kernel that spin-waits binds one more buffer, one that waits for counted
-    arrivals two, and one whose arrivals are counted one."""
+    arrivals two, and one whose arrivals are counted one.
+
+    crossing  names of inputs that another device makes, and of outputs that it reads. What spin-waits on such values where one device has
+              all layers does so here, where they are complete before it begins, since compilers may round another kernel otherwise; so
+              none of them holds SENTINEL
+    """
     free, resolved = _barrier_free(schedule.stages, max_bindings)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
     counters, writers = _counters(resolved, [names for d in found if d.waits for names in (d.waits.first, d.waits.counted) if names])
     stages = []
     for i, stage in enumerate(resolved):
         produces = i + 1 < len(free) and free[i + 1]
-        stages.append([synchronized(d, free[i], counters) if free[i] or produces else d for d in stage])
+        stages.append([_in_stage(d, free[i], produces, crossing, counters) for d in stage])
     tensors = {name for d in found if d.waits for name in d.waits.words} | {c.counter.name for c in counters.values()}
     together = {a.tensor.name for d in writers for a in d.args if "w" in a.access and a.tensor.kind == "node"}
     numbers = frozenset(i for i, spins in enumerate(free) if spins)
     return dataclasses.replace(
         schedule, stages=stages, barrier_free=numbers, sentinel_tensors=frozenset(tensors), counted_tensors=frozenset(together - tensors)
     )
+
+
+def _in_stage(d: Dispatch, free: bool, produces: bool, crossing: Collection[str], counters: Mapping[str, Expected]) -> Dispatch:
+    """A dispatch of a stage that is barrier-free, or stands before one that is. crossing: as above."""
+    if d.waits is None:
+        return d
+    spins = bool(d.waits.words) and {*d.waits.words} <= {*crossing} and not (d.waits.counted or d.waits.first)
+    crosses = any(name in crossing for name in _outputs(d))
+    return synchronized(d, free or spins, counters) if free or produces or spins or crosses else d
 
 
 @dataclasses.dataclass(frozen=True)
