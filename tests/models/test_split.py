@@ -92,6 +92,21 @@ def test_two_devices_make_the_bits_of_one(name: str, tmp_path: Path, device: Dev
 
 
 @pytest.mark.vulkan
+def test_three_devices_whose_stages_are_barrier_free(llama: Path, device: Device, second: Device, barrier_free: None) -> None:
+    """Rows that cross are spun on: they are there before it begins."""
+    with Engine.open(llama, device, OPTIONS) as engine:
+        expected = what_it_makes(engine)
+    how = LoadOptions(ctx=64, ubatch=16, act="f32", tensor_split=(1, 1, 1))
+    with Device.open(device.index) as third, Engine.open(llama, [device, second, third], how) as engine:
+        stages = engine.schedule().stages
+        assert engine.schedule().barrier_free and any(("SPINS", 1) in d.kernel.defines for d in stages[1]), "behind the border"
+        found = what_it_makes(engine)
+        assert engine.schedule().barrier_free, "a stage has timed out, or made other bits than with barriers"
+    assert found[0] == expected[0]
+    assert all(np.array_equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
+@pytest.mark.vulkan
 @pytest.mark.parametrize("shared", [True, False])
 def test_three_devices_with_and_without_memory_that_all_import(
     shared: bool, llama: Path, device: Device, second: Device, monkeypatch: pytest.MonkeyPatch
