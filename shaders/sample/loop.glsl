@@ -13,11 +13,13 @@
 //   void column_end()       the column becomes a hole
 //   void loop_advance(int id)    one thread calls, after every workgroup of the column has called loop_stopped or column_fate; id -1: NaN
 //
+// With IDS, and none of those, what was picked is the place of a token, and `ids` has its id.
+//
 // With DRAFTS the columns are positions of one text, and what each picks is only noted in `picked`: sample/accept.comp moves the loop on.
 // column_fate() is then HOLE or DRAWS. So with PICKS beside COLUMNS, where several columns may be of
 // one sequence: sample/accept_columns.comp.
 //
-// Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it, with COLUMNS also rows, slots, draws and pages; with DRAFTS picked and
+// Needs LOOP_BIND, the binding of `loop` (tokens and pos follow it, with IDS also ids, with COLUMNS rows, slots, draws and pages; with DRAFTS picked and
 // pos, with PICKS also slots and draws), and push constants p.capacity, with COLUMNS also p.n_slots, p.page (rows of a page) and
 // p.max_pages (pages that a slot can have).
 
@@ -43,6 +45,10 @@ layout(binding = LOOP_BIND + 3) writeonly buffer Rows { int rows[]; };
 layout(binding = LOOP_BIND + 4) readonly buffer Slots { int slots[]; };
 layout(binding = LOOP_BIND + 5) readonly buffer Draws { int draws[]; };
 layout(binding = LOOP_BIND + 6) readonly buffer Pages { int pages[]; };
+#endif
+
+#ifdef IDS
+layout(binding = LOOP_BIND + 3) readonly buffer Ids { int ids[]; };
 #endif
 
 #define IN_LOOP(word) IN_SLOT(word, LOOP_RING + p.capacity)
@@ -109,6 +115,9 @@ void loop_advance(int id) {
 #endif
         return;
     }
+#ifdef IDS
+    id = ids[id];
+#endif
     const int step = loop_words[IN_LOOP(LOOP_STEP)];
     tokens[COLUMN] = id;
     pos[COLUMN] += 1;

@@ -2,13 +2,13 @@
 // DRAFT_P_MIN: drafts of a model end before the first token to which it gives less than a least probability.
 //
 // Bindings:
-//   0  logits  F32 [vocab]: those that the loop's last token was picked from, of which it has the largest
+//   0  logits  F32 [vocab]: those that the loop's last token was picked from, of which it has the largest; with IDS its id is not its place
 //   1  loop    I32 [32 + capacity], see sample/loop.glsl. Word 3: a token of this round was left out; its place in the ring, and those of all
 //              that follow, become -1. A round begins with step 1
 //
 // One workgroup. The token's probability is 1 / sum(exp(logit - its own)).
 //
-// Defines: those of common/reduce.glsl
+// Defines: IDS 1 or nothing, those of common/reduce.glsl
 
 #include "common/reduce.glsl"
 
@@ -29,7 +29,13 @@ void main() {
     const int step = loop_words[STEP];
     if (loop_words[STATUS] != 0 || step < 1) return;
     const uint last = RING + uint(step - 1) % p.capacity;
+#ifdef IDS
+    float largest = logits[tid < p.vocab ? tid : 0u];
+    for (uint i = tid + WG_SIZE; i < p.vocab; i += WG_SIZE) largest = max(largest, logits[i]);
+    const float own = wg_max(largest);
+#else
     const float own = logits[uint(loop_words[last])];
+#endif
     float sum = 0.0;
     for (uint i = tid; i < p.vocab; i += WG_SIZE) sum += exp(logits[i] - own);
     sum = wg_sum(sum);

@@ -10,13 +10,14 @@
 //   1  partial  scratch: uvec2 (key, index) per row and workgroup
 //   2  tickets  one counter per row (common/ticket.glsl)
 //   3  ids      MODE 0: I32 [n]
-//   LOOP_BIND ..  loop, tokens, pos, of columns more: MODE 1 and 2 (sample/loop.glsl)
+//   LOOP_BIND ..  loop, tokens, pos, of columns and with IDS more: MODE 1 and 2 (sample/loop.glsl)
 //   LOOP_BIND + 3, with COLUMNS + 7, with PICKS + 5  scratch: MODE 2 (sample/scale.glsl)
 //
 // Workgroup (x, y) takes logits x * WG_SIZE * PER_THREAD .. of row y; neighbouring threads read neighbouring logits. The last workgroup of a
 // row to arrive takes the largest of the partial results.
 //
-// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, COLUMNS (and with it PICKS, MODE 2 alone) or DRAFTS 1 or nothing, those of common/reduce.glsl
+// Defines: MODE PER_THREAD, LOOP_BIND if MODE > 0, COLUMNS (and with it PICKS, MODE 2 alone) or DRAFTS 1 or nothing,
+// IDS (MODE 1 alone) 1 or nothing, those of common/reduce.glsl
 
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"

@@ -224,6 +224,7 @@ def add_sampler(
     dried: bool = False,
     chained: bool = False,
     p_min: float = 0.0,
+    ids: Tensor | None = None,
 ) -> None:
     """Append the SAMPLE node: it picks the next token from the logits and advances tokens, pos and loop in place.
 
@@ -231,6 +232,7 @@ def add_sampler(
     dried          and DRY behind that
     chained        SAMPLE has a chain of samplers
     p_min          DRAFT_P_MIN comes behind
+    ids            I32, the id of each token that there are logits of, where it is not its place; greedy
     """
     logits = graph.outputs[0]
     tokens, pos = Tensor("tokens", "I32", (1,), "input"), Tensor("pos", "I32", (1,), "input")
@@ -247,9 +249,12 @@ def add_sampler(
             dry = Tensor("dry", "I32", (dry_words(vocab),), "input")
             graph.add("DRY", (logits, seen, loop, pos, dry), (logits, dry))
     state = (loop, tokens, pos, *((Tensor("chain", "F32", (CHAIN_WORDS,), "input"),) if chained else ()))
-    graph.add("SAMPLE", (logits, *state), state, capacity=RING, greedy=greedy)
+    if ids is None:
+        graph.add("SAMPLE", (logits, *state), state, capacity=RING, greedy=greedy)
+    else:
+        graph.add("SAMPLE", (logits, *state, ids), state, capacity=RING, greedy=greedy, ids=True)
     if p_min:
-        graph.add("DRAFT_P_MIN", (logits, loop), (loop,), capacity=RING, p_min=p_min)
+        graph.add("DRAFT_P_MIN", (logits, loop), (loop,), capacity=RING, p_min=p_min, **({} if ids is None else {"ids": True}))
 
 
 def draft_words(n_ctx: int) -> int:

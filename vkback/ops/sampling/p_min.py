@@ -1,7 +1,7 @@
 """DRAFT_P_MIN (shaders/sample/p_min.comp): drafts of a model end before the first token to which it gives less than a least probability.
 
     logits F32 [1, vocab], loop I32 [32 + capacity] -> loop in place
-    params: capacity; p_min
+    params: capacity; p_min; ids (of SAMPLE: the token's id is not the place of its logit)
 
 It follows SAMPLE with greedy. The token that was made last has the probability 1 / sum(exp(logit - its own)). Where that is below p_min,
 and of all tokens behind such a one in a round (which begins with step 1), the id in the ring becomes -1, and word 3 of `loop` 1. tokens and
@@ -48,7 +48,8 @@ class DraftPMin(Op):
             return [loop]
         last = LOOP_RING + (step - 1) % params["capacity"]
         x = logits[0].astype(np.float64)
-        left_out = bool((step > 1 and loop[LEFT_OUT]) or params["p_min"] * np.exp(x - x[loop[last]]).sum() > 1)
+        own = x.max() if params.get("ids") else x[loop[last]]
+        left_out = bool((step > 1 and loop[LEFT_OUT]) or params["p_min"] * np.exp(x - own).sum() > 1)
         loop[LEFT_OUT] = left_out
         if left_out:
             loop[last] = -1
@@ -66,7 +67,9 @@ class DraftPMin(Op):
         reduce, subgroup = reduction(ctx.caps, wg)
         return [
             Dispatch(
-                kernel=Variant.of("sample/p_min.comp", reduce, subgroup_size=subgroup),
+                kernel=Variant.of(
+                    "sample/p_min.comp", {**reduce, **({"IDS": 1} if node.params.get("ids") else {})}, subgroup_size=subgroup
+                ),
                 args=(Arg(logits), Arg(loop, "rw")),
                 push=pack_push(vocab, capacity, float(node.params["p_min"])),
                 groups=(1, 1, 1),
@@ -85,6 +88,7 @@ class DraftPMin(Op):
         for seed, (vocab, kind) in enumerate(product((77, 1000), KINDS), 1):
             yield self.build_case(vocab, kind, seed=seed)
         yield self.build_case(151936, "unsure")
+        yield from (self.build_case(1000, kind, seed=seed, ids=True) for seed, kind in enumerate(KINDS, 31))
 
     def full_cases(self) -> Iterator[Case]:
         for vocab, kind, p_min in product((1, 31, 32000, 151936), KINDS, (0.3, 0.9)):
@@ -94,8 +98,8 @@ class DraftPMin(Op):
         yield self.build_case(151936, "sure")
         yield self.build_case(32000, "sure")
 
-    def build_case(self, vocab: int, kind: str = "sure", p_min: float = 0.6, seed: int = 1) -> Case:
-        """kind: of KINDS."""
+    def build_case(self, vocab: int, kind: str = "sure", p_min: float = 0.6, seed: int = 1, ids: bool = False) -> Case:
+        """kind: of KINDS. ids: the token's id is another one than the place of its logit."""
         if kind not in KINDS or vocab < 1 or not 0 < p_min < 1:
             raise CaseLineError(
                 f"DRAFT_P_MIN: vocab={vocab}, kind={kind}, p_min={p_min}: expected 1 and more, one of {', '.join(KINDS)}, 0 to 1"
@@ -114,9 +118,9 @@ class DraftPMin(Op):
             loop[0] = {"first": 1, "begin": 0}.get(kind, 8)
             loop[1] = STATUS_EOS if kind == "stopped" else STATUS_RUNNING
             loop[LEFT_OUT] = kind in ("after", "first")
-            loop[LOOP_RING + (int(loop[0]) - 1) % capacity] = top
+            loop[LOOP_RING + (int(loop[0]) - 1) % capacity] = top + (vocab if ids else 0)
             tensors = (Tensor("result_output", "F32", logits.shape, "input"), Tensor("loop", "I32", loop.shape, "input"))
-            node = Node(self.name, tensors, tensors[1:], {"capacity": capacity, "p_min": p_min})
+            node = Node(self.name, tensors, tensors[1:], {"capacity": capacity, "p_min": p_min, **({"ids": True} if ids else {})})
             return Problem(node, {"result_output": logits, "loop": loop})
 
-        return Case(self.name, {"vocab": vocab, "kind": kind, "p_min": p_min, "seed": seed}, make, seed)
+        return Case(self.name, {"vocab": vocab, "kind": kind, "p_min": p_min, "seed": seed} | ({"ids": True} if ids else {}), make, seed)

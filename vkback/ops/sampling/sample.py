@@ -1,7 +1,8 @@
 """SAMPLE: picks the next token on the device and moves the generation loop on (shaders/sample).
 
     logits F32 [1, vocab], loop I32 [32 + capacity], tokens I32 [1], pos I32 [1] (, chain F32 [32]) -> loop, tokens, pos (, chain) in place
-    params: capacity; greedy (the loop's temp is known to be 0 or less: one dispatch)
+    params: capacity; greedy (the loop's temp is known to be 0 or less: one dispatch); ids (greedy alone: a last input I32 [vocab] has the
+            id of the token of each logit, else that is its place)
 
 Words of `loop`: 0 step (tokens made), 1 status (0 running, 1 NaN among the logits, 2 an end-of-text token was made), 8..13 temp F32, top_k,
 top_p F32, min_p F32, seed, n_eos; 16..31 end-of-text ids; 32.. ring of the ids made, step s at 32 + s % capacity. One run writes the
@@ -150,8 +151,11 @@ def pick(logits: Array, params: Params, pos: int) -> Pick:
     return Pick(int(kept[best[0]]), sure)
 
 
-def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, capacity: int, chain: Array | None = None) -> None:
-    """One step of a running loop, in place: the token into its ring, tokens and pos, its status and chain. NaN changes the status alone."""
+def step_of(
+    loop: Array, logits: Array, column: int, tokens: Array, pos: Array, capacity: int, chain: Array | None = None, ids: Array | None = None
+) -> None:
+    """One step of a running loop, in place: the token into its ring, tokens and pos, its status and chain. NaN changes the status alone.
+    ids: of the logits."""
     from vkback.ops.sampling.chain import Chain, pick_chain
 
     sampler = Params.read(loop)
@@ -164,6 +168,7 @@ def step_of(loop: Array, logits: Array, column: int, tokens: Array, pos: Array, 
     if token < 0:
         loop[1] = STATUS_NAN
         return
+    token = token if ids is None else int(ids[token])
     tokens[column] = token
     pos[column] += 1
     loop[LOOP_RING + loop[0] % capacity] = token
@@ -251,24 +256,29 @@ class Sample(Op):
     name = "SAMPLE"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        logits, loop, tokens, pos, *chain = (np.array(i) for i in inputs)
+        logits, loop, tokens, pos, *more = (np.array(i) for i in inputs)
+        ids, chain = (more, []) if params.get("ids") else ([], more)
         if loop[1] == STATUS_RUNNING:
-            step_of(loop, logits[0], 0, tokens, pos, params["capacity"], chain[0] if chain else None)
+            step_of(loop, logits[0], 0, tokens, pos, params["capacity"], chain[0] if chain else None, ids[0] if ids else None)
         return [loop, tokens, pos, *chain]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
-        logits, loop, tokens, pos, *chain = node.inputs
-        capacity = node.params["capacity"]
+        logits, loop, tokens, pos, *more = node.inputs
+        capacity, greedy = node.params["capacity"], node.params.get("greedy", False)
         if logits.shape[0] != 1:
             raise PlanError(f"[sample] {node.name}: picks one token, got logits {logits}")
         if loop.shape != (LOOP_RING + capacity,):
             raise PlanError(f"[sample] {loop}: expected {LOOP_RING + capacity} words for a ring of {capacity}")
         state = [Arg(loop, "rw"), Arg(tokens, "w"), Arg(pos, "rw")]
-        greedy = node.params.get("greedy", False)
-        return pick_dispatches(node, ctx, logits, state, (capacity,), greedy, chain=[Arg(c, "rw") for c in chain])
+        if node.params.get("ids"):
+            (ids,) = more
+            if not greedy or ids.shape != logits.shape[1:]:
+                raise PlanError(f"[sample] {node.name}: {ids} of {logits}; expected an id for each logit, and greedy")
+            return [argmax_dispatch(node, ctx, logits, [*state, Arg(ids)], {"MODE": 1, "LOOP_BIND": 3, "IDS": 1}, (capacity,))]
+        return pick_dispatches(node, ctx, logits, state, (capacity,), greedy, chain=[Arg(c, "rw") for c in more])
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
-        return tolerance_of(len(node.inputs) > 4)
+        return tolerance_of(len(node.inputs) > 4 and not node.params.get("ids"))
 
     def cases(self) -> Iterator[Case]:
         yield self.build_case(1000, 0.0, 40, 0.95, 0.05, 1, greedy=True, seed=1)
@@ -296,6 +306,8 @@ class Sample(Op):
         yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=1, kind="masked", seed=22)
         yield self.build_case(3000, 1.0, 40, 0.9, 0.05, 9, chain=11, kind="ties", seed=23)
         yield self.build_case(1000, 0.8, 40, 0.95, 0.05, 7, chain=13, seed=7)
+        for seed, (vocab, kind) in enumerate(((1000, "normal"), (32000, "normal"), (1000, "nan"), (1000, "eos"), (1000, "stopped")), 31):
+            yield self.build_case(vocab, 0.0, 40, 0.95, 0.05, 1, greedy=True, kind=kind, seed=seed, ids=True)
 
     def full_cases(self) -> Iterator[Case]:
         for temp, top_k, top_p, min_p in product((0.5, 1.0), (0, 1, 40), (0.8, 1.0), (0.0, 0.05)):
@@ -317,13 +329,17 @@ class Sample(Op):
         kind: str = "normal",
         chain: int = 0,
         seed: int = 1,
+        ids: bool = False,
     ) -> Case:
         """rng: the sampler's seed; kind: normal; nan; stopped (status set before); ties (logits on a grid of 1/2); equal (most are); masked
-        (most -inf); eos (the pick is one). chain: 0: none; else the number of an example in chain.py, or 13 for an empty chain."""
+        (most -inf); eos (the pick is one). chain: 0: none; else the number of an example in chain.py, or 13 for an empty chain. ids: tokens
+        have other ids than the places of their logits."""
         from vkback.ops.sampling.chain import CHAIN_WORDS, EXAMPLES, Chain, pick_chain
 
         if not 0 <= chain <= len(EXAMPLES) + 1:
             raise CaseLineError(f"SAMPLE: chain={chain}: expected 0 to {len(EXAMPLES) + 1}")
+        if ids and (chain or not greedy):
+            raise CaseLineError(f"SAMPLE: ids with chain={chain}, greedy={greedy}: expected no chain, and greedy")
         capacity, sampler = 5, Params(temp, top_k, top_p, min_p, rng, ())
         samplers = ((*EXAMPLES, Chain())[chain - 1]) if chain else Chain()
 
@@ -348,12 +364,13 @@ class Sample(Op):
                     break
             else:
                 raise CaseLineError(f"SAMPLE: in {TRIES} tries no choice that rounding cannot change; expected other parameters")
+            id_of = (vocab + generator.permutation(vocab)).astype(np.int32)
             loop = sampler.words(capacity)
             loop[0] = 7
             loop[LOOP_RING:] = -1
             if kind == "eos":
                 loop[LOOP_PARAMS + 5] = 2
-                loop[LOOP_EOS : LOOP_EOS + 2] = (vocab, picked.token)
+                loop[LOOP_EOS : LOOP_EOS + 2] = (3 * vocab, id_of[picked.token] if ids else picked.token)
             elif kind == "stopped":
                 loop[1] = STATUS_EOS
             values: dict[str, Array] = {"result_output": x, "loop": loop, "tokens": np.full(1, 3, np.int32)}
@@ -361,7 +378,11 @@ class Sample(Op):
             if chain:
                 tensors = (*tensors, Tensor("chain", "F32", (CHAIN_WORDS,), "input"))
                 values["chain"] = samplers.words()
-            return Problem(Node(self.name, tensors, tensors[1:], {"capacity": capacity, "greedy": greedy}), values)
+            given, params = tensors, {"capacity": capacity, "greedy": greedy}
+            if ids:
+                given, params = (*tensors, Tensor("ids", "I32", (vocab,), "input")), params | {"ids": True}
+                values["ids"] = id_of
+            return Problem(Node(self.name, given, tensors[1:], params), values)
 
         shown = {
             "vocab": vocab,
@@ -374,5 +395,5 @@ class Sample(Op):
             "kind": kind,
             "chain": chain,
             "seed": seed,
-        }
+        } | ({"ids": True} if ids else {})
         return Case(self.name, shown, make, seed)
