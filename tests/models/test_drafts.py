@@ -306,7 +306,7 @@ def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, d
         check_draft_model(llama.model, Model.open(recurrent))
     with pytest.raises(DraftError, match="has no draft model"):
         made(llama, PROMPT, Sampler(), Drafts(3, model=True))
-    with pytest.raises(OptionError, match="expected draft-simple with model_draft, and only then"):
+    with pytest.raises(OptionError, match="expected draft-simple or draft-eagle3 with model_draft, and only then"):
         LoadOptions(spec_type="draft-simple")
 
 

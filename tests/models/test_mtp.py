@@ -102,5 +102,5 @@ def test_what_an_mtp_block_needs_is_said(tmp_path: Path, device: Device) -> None
         DraftError, match=r"qwen35 without a block of nextn tensors; expected a file with one for draft-mtp, or ngram-simple"
     ):
         opened(path, device)
-    with pytest.raises(OptionError, match="expected one of none, ngram-simple, draft-simple, draft-mtp"):
-        LoadOptions(spec_type="draft-eagle3")
+    with pytest.raises(OptionError, match="expected one of none, ngram-simple, draft-simple, draft-eagle3, draft-mtp"):
+        LoadOptions(spec_type="draft-dflash")

@@ -55,6 +55,7 @@ from vkback.gguf.fingerprint import fingerprint
 from vkback.gguf.tokenizer import Tokenizer
 from vkback.models.adapter import Given, LoraLike, without_adapters
 from vkback.models.adapter import given as adapters_given
+from vkback.models.eagle3 import is_head
 from vkback.models.naming import model_title
 from vkback.models.texts import Pooling
 from vkback.ops.lowering import Act
@@ -127,9 +128,9 @@ def load(
               went with it, which is slower
     sequences  texts of a batch that run at once, at most; default: 8 on CPU drivers and with exact="requests", else 64
     spec_type  "ngram-simple": tokens are drafted from copies in the text, and those accepted that the model picks itself; "draft-mtp": by
-              the file's own block for further tokens; "none"; default: the first, but none on CPU drivers. docs/drafts.md tells when a
-              text has the same bits
-    model_draft  a smaller model with the same vocabulary, whose tokens are the drafts
+              the file's own block for further tokens; "draft-simple", "draft-eagle3": by model_draft; "none"; default: as model_draft is,
+              else the first, but none on CPU drivers. docs/drafts.md tells when a text has the same bits
+    model_draft  a smaller model with the same vocabulary, whose tokens are the drafts, or an EAGLE-3 head for the model
     draft_max, draft_min  drafts of a step, at most and at least
     draft_p_min  probability that a draft model must give to a draft; those of a step end before one that has less
     spec_pinned  4, 8 or 16 tokens in every step: the text has the same bits whatever is drafted
@@ -181,8 +182,12 @@ def open_model(
     path = path_of(model)
     where = _devices_given(device)
     begun = time.perf_counter()
-    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates, host_rates=host_rates)
     if options.model_draft is not None:
+        draft = path_of(options.model_draft)
+        kind = options.spec_type or ("draft-eagle3" if is_head(draft) else "draft-simple")
+        options = replace(options, model_draft=draft, spec_type=kind)
+    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates, host_rates=host_rates)
+    if options.model_draft is not None and options.spec_type == "draft-simple":
         try:
             _attach_draft_model(engine, path_of(options.model_draft), options)
         except BaseException:

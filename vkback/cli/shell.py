@@ -111,15 +111,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text."
 ModelDraftOption = Annotated[
     str | None,
     typer.Option(
-        "--model-draft", "-md", "--spec-draft-model", metavar="FILE", help="A smaller model of the same vocabulary, which drafts tokens."
+        "--model-draft",
+        "-md",
+        "--spec-draft-model",
+        metavar="FILE",
+        help="What drafts tokens: a smaller model of the same vocabulary, or an EAGLE-3 head for the model.",
     ),
 ]
 SpecTypeOption = Annotated[
     str | None,
     typer.Option(
         "--spec-type",
-        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), draft-mtp (the file's own block for them), "
-        "none [default: the first; on a CPU, none].",
+        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), draft-eagle3 (-md, a head), draft-mtp (the "
+        "file's own block for them), none [default: as the file of -md is, else the first; on a CPU, none].",
     ),
 ]
 DraftMaxOption = Annotated[

@@ -13,7 +13,10 @@ from vkback.units import params_text, size_text
 
 
 def synth(
-    name: Annotated[str | None, typer.Argument(help="A shape and a type, as llama-8b-Q4_K_M; --list names all.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A shape and a type, as llama-8b-Q4_K_M, or llama-8b-eagle3-Q4_K_M for an EAGLE-3 head; --list names all."),
+    ] = None,
     out: Annotated[Path | None, typer.Argument(help="The GGUF file to write.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many layers.")] = None,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of the random weights.")] = 0,
@@ -27,7 +30,7 @@ def synth(
     from vkback.models import synth as models
 
     if list_names:
-        sizes = {known: models.synthetic_size(known, layers=layers) for known in models.synthetic_names()}
+        sizes = {known: models.synthetic_size(known, layers=layers) for known in (*models.synthetic_names(), *models.head_names())}
         if as_json:
             print(json.dumps([{"name": known, "bytes": size, "params": params} for known, (size, params) in sizes.items()], indent=1))
             return

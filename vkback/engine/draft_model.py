@@ -1,5 +1,5 @@
-"""Models whose picks are the drafts of another: a second, smaller one, or the MTP block of the target's own file. Their tokens go to the
-target's next step without the host.
+"""Models whose picks are the drafts of another: a second, smaller one, the MTP block of the target's own file, or an EAGLE-3 head. Their
+tokens go to the target's next step without the host.
 
 Each step of the target is one submit: the target's last token and position are copied to the drafter, which makes as many greedy tokens
 as there are drafts; its ids are copied to where LOOKUP takes them (mode MODEL); then comes the target's step. A draft model takes in the
@@ -211,9 +211,9 @@ class DraftModel(Drafter):
         self._engine.close()
 
 
-class MtpBlock(Drafter):
-    """The MTP block of the target's own file (vkback/models/mtp.py). The target's steps keep all that it has of a text; it makes rows for
-    drafts alone, which the next step writes over."""
+class DraftHead(Drafter):
+    """The MTP block of the target's own file (vkback/models/mtp.py), or an EAGLE-3 head beside it (vkback/models/eagle3.py). The target's
+    steps keep all that it has of a text; it makes rows for drafts alone, which the next step writes over."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class MtpBlock(Drafter):
         text: Callable[[], BufferRange],
         use_barriers: Callable[[str], None],
     ) -> None:
-        """programs: of a token of the block. use_barriers: the target's, whose plans they are of."""
+        """programs: of a token of the block or head. use_barriers: the target's, whose plans they are of."""
         super().__init__(device, target, text)
         self._programs, self._use_barriers = programs, use_barriers
 

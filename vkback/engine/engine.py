@@ -29,13 +29,13 @@ from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
 from vkback.engine.constraint import Ahead, Constraint
 from vkback.engine.device_state import DeviceState
-from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftModel, MtpBlock, check_draft_model
+from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.expert_memory import ExpertMemory, HostRates, expert_memory, fitting, forecast_line, guessed_rates, share_left
 from vkback.engine.kernels import KernelCompiler
-from vkback.engine.load_options import Exact, LoadOptions
-from vkback.engine.plans import MtpPlans, Plans
+from vkback.engine.load_options import HEADS, Exact, LoadOptions
+from vkback.engine.plans import HeadPlans, Plans
 from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
 from vkback.engine.sequence_breakers import SequenceBreakers
@@ -53,6 +53,7 @@ from vkback.graph import Graph, Part, Tensor
 from vkback.models.adapter import Given, LoraLike, given, with_adapters, without_adapters
 from vkback.models.builder import F16_CACHE, CacheTypes
 from vkback.models.cache_range import overflow_message
+from vkback.models.eagle3 import with_head
 from vkback.models.registry import Model, text_inputs
 from vkback.models.texts import Pooling
 from vkback.ops.cache import QUANTIZED
@@ -199,7 +200,7 @@ class Engine:
         self.pinned = options.exact == "requests"
         """Texts of a batch have the same bits whoever else is served."""
         slots = kept_slots(options.drafts(software=device.caps.software), model.recurrent_bytes) if model.architecture.recurrent else 2
-        plans = partial(Plans, model, n_ctx=n_ctx, fusion=options.fusion, cache=cache, slots=slots, mtp=options.spec_type == "draft-mtp")
+        plans = partial(Plans, model, n_ctx=n_ctx, fusion=options.fusion, cache=cache, slots=slots, head=options.spec_type in HEADS)
         self._plans = plans(lower_context(device, self.library, options), part=part)
         self._split: Split | None = None
         if before:
@@ -209,7 +210,7 @@ class Engine:
                 theirs = plans(lower_context(other, library, options), part=layers)
                 stages.append(Stage(other, model, theirs, library, options.ubatch, options.progress))
             self._split = Split(model, stages, device, options.progress, weights_of._split if weights_of is not None else None)
-        if self._plans.mtp and model.architecture.mtp_block is None:
+        if options.spec_type == "draft-mtp" and model.architecture.mtp_block is None:
             raise DraftError(
                 f"[drafts] {model.file.path}: {model.architecture.name} without a block of nextn tensors; expected a file with one for "
                 "draft-mtp, or ngram-simple or draft-simple"
@@ -258,8 +259,8 @@ class Engine:
             # The cache before the weights: a context that does not fit is reported before minutes of loading.
             self._allocate_state()
             self._token_programs.allocate()
-            if self._plans.mtp:
-                self._draft_model = self._mtp_block()
+            if self._plans.head:
+                self._draft_model = self._draft_head()
             if weights_of is not None:
                 self._share_weights(weights_of)
                 return
@@ -348,6 +349,13 @@ class Engine:
                 model = Model.open(path)
                 if options.lora:
                     model = with_adapters(model, options.lora, switched=options.lora_switched and len(asked) == 1)
+                if options.spec_type == "draft-eagle3" and options.model_draft is not None:
+                    model = with_head(model, Path(options.model_draft))
+                    if len(asked) > 1:
+                        raise SplitError(
+                            f"[split] {model.file.path.name}: an EAGLE-3 head needs all layers on one device, {len(asked)} are given; "
+                            "leave the head out, or load with one --device"
+                        )
                 cache_types(model, options)
             finally:
                 opening.exception()  # what it has opened is closed with the others
@@ -559,7 +567,7 @@ class Engine:
         schedules = [self._plans.texts(graph) for graph in self._text_graphs()] if kind == "weight" else []
         if self.model.architecture.causal:
             schedules += [self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none")]
-            schedules += [self._plans.mtp_token("greedy")] if self._plans.mtp else []
+            schedules += [self._plans.head_token("greedy")] if self._plans.head else []
         return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
 
     def _allocate_state(self) -> None:
@@ -828,7 +836,7 @@ class Engine:
     def _forget_all_programs(self) -> None:
         self._draft_programs.forget_programs()
         self._token_programs.forget_programs()
-        if isinstance(self._draft_model, MtpBlock):
+        if isinstance(self._draft_model, DraftHead):
             self._draft_model.forget_programs()
         self._prompts.close()
         self._texts.close()
@@ -1049,7 +1057,7 @@ class Engine:
         """Plan everything anew with a barrier between all stages; why: for the log."""
         self._draft_programs.forget_programs()
         self._token_programs.forget_programs()
-        if isinstance(self._draft_model, MtpBlock):
+        if isinstance(self._draft_model, DraftHead):
             self._draft_model.forget_programs()
         self._plans.use_barriers(why)
         if self._split is not None:
@@ -1148,15 +1156,15 @@ class Engine:
             )
         self._draft_model = DraftModel(draft, self._token_programs, lambda: self._draft_programs.inputs()["text"])
 
-    def _mtp_block(self) -> MtpBlock:
-        programs = TokenPrograms(self.device, self.model.hp.n_vocab, MtpPlans(self._plans), self._bind)
+    def _draft_head(self) -> DraftHead:
+        programs = TokenPrograms(self.device, self.model.hp.n_vocab, HeadPlans(self._plans), self._bind)
         programs.allocate()
-        return MtpBlock(self.device, programs, self._token_programs, lambda: self._draft_programs.inputs()["text"], self.use_barriers)
+        return DraftHead(self.device, programs, self._token_programs, lambda: self._draft_programs.inputs()["text"], self.use_barriers)
 
     @property
-    def has_mtp_block(self) -> bool:
-        """Whether the file's own MTP block makes drafts."""
-        return self._plans.mtp
+    def has_draft_head(self) -> bool:
+        """Whether the file's own MTP block, or an EAGLE-3 head, makes drafts."""
+        return self._plans.head
 
     @property
     def token_programs(self) -> TokenPrograms:
@@ -1172,6 +1180,8 @@ class Engine:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
         if drafts is None or not drafts.classes:
             return None
+        if not drafts.most:  # pinned steps without drafts: a draft model has no part
+            drafts = replace(drafts, model=False)
         if self._no_drafts and drafts.pinned:
             raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
         if self.model.architecture.recurrent:

@@ -16,7 +16,13 @@ from vkback.ops.cache import CACHE_WORDS
 from vkback.ops.lowering import ACTS, Act
 from vkback.plan.passes.fuse import FUSIONS
 
-SPEC_TYPES = ("none", "ngram-simple", "draft-simple", "draft-mtp")
+SPEC_TYPES = ("none", "ngram-simple", "draft-simple", "draft-eagle3", "draft-mtp")
+
+HEADS = ("draft-eagle3", "draft-mtp")
+"""Those whose drafts are made by a block or head that reads the model's hidden rows."""
+
+OF_A_FILE = ("draft-simple", "draft-eagle3")
+"""Those whose drafts are made by what is in another file."""
 
 ALL_LAYERS = 1 << 30
 """More than any model has."""
@@ -42,7 +48,8 @@ class LoadOptions:
     spec_type  drafts of a text's next tokens (vkback/engine/drafts.py): "none", "ngram-simple" (copies of what stands in the text); None:
             the latter, but none on CPU drivers, which take seconds to compile a step of each width. "draft-mtp": those of the
             file's own block that predicts the token after the next one (vkback/models/mtp.py)
-    model_draft  a file of a smaller model with the same vocabulary, whose tokens are the drafts (spec_type "draft-simple")
+    model_draft  a file of a smaller model with the same vocabulary, whose tokens are the drafts (spec_type "draft-simple"), or of an
+            EAGLE-3 head for the model ("draft-eagle3", vkback/models/eagle3.py); with spec_type None as the file is
     draft_max, draft_min  drafts of a step at most, and at least; None: as many as there is a step for, of a model 3
     draft_p_min  probability that a draft model, or a block, must give to a draft, 0 to 1: those of a step end before one that has less
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
@@ -97,10 +104,8 @@ class LoadOptions:
             raise checks.wrong("spec_pinned", self.spec_pinned, f"{', '.join(map(str, CLASSES))}, or 0")
         if self.spec_type is not None:
             checks.choice("spec_type", self.spec_type, SPEC_TYPES)
-        if (self.model_draft is not None) != (self.spec_type == "draft-simple"):
-            if self.model_draft is None or self.spec_type is not None:
-                raise checks.wrong("spec_type", self.spec_type, "draft-simple with model_draft, and only then")
-            self._set("spec_type", "draft-simple")
+        if (self.model_draft is not None) != (self.spec_type in OF_A_FILE) and (self.model_draft is None or self.spec_type is not None):
+            raise checks.wrong("spec_type", self.spec_type, "draft-simple or draft-eagle3 with model_draft, and only then")
         self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
         self._set("cpu_moe", checks.flag("cpu_moe", self.cpu_moe))
         if self.cpu_moe and self.n_cpu_moe is not None:
@@ -129,10 +134,10 @@ class LoadOptions:
         """What texts may draft; software: on a CPU driver."""
         # How wide a step with drafts is depends on what pays, and so on the time that steps took.
         none = (software or self.exact == "requests") and not self.spec_pinned
-        wanted = self.spec_type or ("none" if none else "ngram-simple")
+        wanted = self.spec_type or ("draft-simple" if self.model_draft is not None else "none" if none else "ngram-simple")
         if wanted == "none" and not self.spec_pinned:
             return None
-        model = wanted in ("draft-simple", "draft-mtp")
+        model = wanted in (*OF_A_FILE, *HEADS)
         default = DRAFTS if model else MOST
         most = 0 if wanted == "none" else default if self.draft_max is None else min(self.draft_max, MOST)
         how: dict[str, Any] = {"pinned": self.spec_pinned, "earlier": self.spec_earlier, "model": model, "p_min": self.draft_p_min}

@@ -27,7 +27,7 @@ class Plans:
     ctx    what lowering depends on; what is found out on the way changes it
     n_ctx  rows of the cache that schedules are for
     slots  of recurrent states
-    mtp    whether what the model's MTP block needs is kept
+    head   whether what the model's MTP block or EAGLE-3 head needs is kept
     part   the layers of the device, where others have others; one without the last layer makes no logits and picks no tokens
     """
 
@@ -40,11 +40,11 @@ class Plans:
         fusion: str,
         cache: CacheTypes,
         slots: int = 2,
-        mtp: bool = False,
+        head: bool = False,
         part: Part | None = None,
     ) -> None:
         self.part = part
-        self.ctx, self.n_ctx, self.slots, self.mtp = ctx, n_ctx, slots, mtp
+        self.ctx, self.n_ctx, self.slots, self.head = ctx, n_ctx, slots, head
         self._model, self._fusion, self._cache = model, fusion, cache
         self._lock = Lock()  # of the schedules and what they depend on: those of drafts may be planned by another thread
         self._schedules: dict[tuple[int, str, int], Schedule] = {}  # by rows of the cache, too: vkbench comes back to a size
@@ -62,7 +62,7 @@ class Plans:
         kept = StateSlots(self.slots, keep)
         if self.part is not None and not self.part.ends:
             head = "all"  # else what only queries of the last layer read would not cross
-        graph = self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_mtp=self.mtp)
+        graph = self._model.graph(n_tokens, self.n_ctx, head=head, cache=self._cache, kept=kept, with_head=self.head)
         return graph if self.part is None else self.part.of(graph)
 
     def _crossing(self) -> list[str]:
@@ -91,12 +91,12 @@ class Plans:
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion, crossing=self._crossing())
         return self._schedules[key]
 
-    def mtp_token(self, kind: str) -> Schedule:
-        """The schedule of one token of the MTP block, greedy."""
-        key = self.n_ctx, f"MTP, {kind}", 1
+    def head_token(self, kind: str) -> Schedule:
+        """The schedule of one token of the MTP block or EAGLE-3 head, greedy."""
+        key = self.n_ctx, f"head, {kind}", 1
         if key not in self._schedules:
-            graph = self._model.mtp_graph(self.n_ctx, self._cache)
-            add_sampler(graph, greedy=True, p_min=least_probability(kind))
+            graph, head = self._model.head_graph(self.n_ctx, self._cache), self._model.architecture.head
+            add_sampler(graph, greedy=True, p_min=least_probability(kind), ids=head.ids if head is not None else None)
             self._schedules[key] = plan(graph, self.ctx, fusion=self._fusion)
         return self._schedules[key]
 
@@ -190,8 +190,8 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f", {len(names) - 4} more" if len(names) > 4 else "")
 
 
-class MtpPlans:
-    """Schedules of a token of the MTP block, as `TokenPrograms` asks for them."""
+class HeadPlans:
+    """Schedules of a token of the MTP block or EAGLE-3 head, as `TokenPrograms` asks for them."""
 
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
@@ -201,4 +201,4 @@ class MtpPlans:
         return self._plans.n_ctx
 
     def token(self, kind: str) -> Schedule:
-        return self._plans.mtp_token(kind)
+        return self._plans.head_token(kind)

@@ -23,9 +23,12 @@ def file_bytes(file: GgufFile, weight: Tensor) -> int:
     return sum(file.tensors[s].nbytes for s in sources(weight))
 
 
-def vector_values(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32]:
-    """The values of a weight of one axis; what has more in the file (the experts' biases) lies end to end."""
+def vector_values(file: GgufFile, weight: Tensor) -> npt.NDArray[np.float32] | npt.NDArray[np.int32]:
+    """The values of a weight of one axis; what has more in the file (the experts' biases) lies end to end. Whole numbers are no decoded
+    weights."""
     found = [file.tensors[s] for s in sources(weight)]
+    if weight.type == "I32":
+        return np.concatenate([np.asarray(t.data).reshape(-1).view(np.int32) for t in found])
     parts = [np.asarray(quants.decode(t.type, np.asarray(t.data).reshape(-1)), np.float32).ravel() for t in found]
     if not all(np.isfinite(part).all() for part in parts):
         raise not_numbers(file, weight)

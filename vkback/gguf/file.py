@@ -124,7 +124,7 @@ class GgufTensor:
     shape   numpy order: [rows, cols], [n_expert, rows, cols] or [n]
     offset  of its first byte, from the start of the file
     row0    first row of a part
-    made    it is no tensor of the file: `GgufFile.with_made` added it
+    made    it is no tensor of the file: `GgufFile.with_made` added it, or it is of another one beside it
     """
 
     name: str
@@ -185,7 +185,7 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     files: tuple[SplitFile, ...] = ()
-    """Those that it consists of; tensors of another one, as an adapter's, have other bytes."""
+    """Those that it consists of, and what drafts beside it; tensors of another one, as an adapter's, have other bytes."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     entries: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Where each key of the metadata lies in the first file, with its value: first byte, and that behind the last."""

@@ -13,6 +13,7 @@ from vkback.graph import Graph, Tensor, live
 from vkback.models import mtp
 from vkback.models.blocks import rms_norm
 from vkback.models.builder import F16_CACHE, TWO_SLOTS, CacheTypes, GraphBuilder, Head, Paging, StateSlots
+from vkback.models.eagle3 import Eagle3Head
 from vkback.models.keys import COMMON, MTP, POOLING, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 from vkback.models.texts import CLASSIFIER, Pooling, Texts, ranks, rows_of, stated_pooling
@@ -48,6 +49,7 @@ class Architecture(ABC):
 
     causal   of a file: what it says
     mtp_block  of a file: the block that predicts the token after the next one (vkback/models/mtp.py); None: it has none
+    head     beside a file: an EAGLE-3 head for it (vkback/models/eagle3.py), which then drafts in the place of `mtp_block`
     pooling  of a file: how it says that vectors of texts are made; None: nothing
     Hyperparameters beyond those of `hp` are attributes that __init__ reads from `self.metadata`.
     """
@@ -73,6 +75,7 @@ class Architecture(ABC):
     dense: ClassVar[bool] = True
     varying: ClassVar[frozenset[str]] = frozenset()
     mtp_block: int | None = None
+    head: Eagle3Head | None = None
 
     def __init__(self, f: GgufFile) -> None:
         """Raises GgufError naming the key that is missing, of another type, out of range or not known."""
@@ -143,10 +146,10 @@ class Architecture(ABC):
         cache: CacheTypes = F16_CACHE,
         paging: Paging | None = None,
         kept: StateSlots = TWO_SLOTS,
-        with_mtp: bool = False,
+        with_head: bool = False,
     ) -> Graph:
         """The graph of n_tokens tokens at once, over caches of n_ctx rows, or in pages; vkback/models/builder.py has inputs and names.
-        with_mtp: what `mtp_block` needs of them is kept.
+        with_head: what `head` or `mtp_block` needs of them is kept.
 
         Raises GgufError naming a weight that is missing or misshaped, or saying that the model makes no text.
         """
@@ -155,12 +158,15 @@ class Architecture(ABC):
                 f"[model] {self.file.path}: {self.name} sees whole texts and makes none; expected a use of their vectors: vkback embed, "
                 "model.embed(texts) or model.rank(query, documents) in Python, /v1/embeddings and /v1/rerank of vkback serve"
             )
-        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging, kept=kept), with_mtp=with_mtp)
+        return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, head, cache, paging, kept=kept), with_head=with_head)
 
-    def mtp_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
-        """The graph of `mtp_block` for one token, over what a graph with `mtp` has kept. Raises GgufError as `graph` does."""
+    def head_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
+        """The graph of `head` or `mtp_block` for one token, over what a graph `with_head` has kept. Raises GgufError as `graph` does."""
+        b = GraphBuilder(self.hp, 1, n_ctx, "all", cache)
+        if self.head is not None:
+            return self.head.graph(b)
         assert self.mtp_block is not None
-        return mtp.block_graph(GraphBuilder(self.hp, 1, n_ctx, "all", cache), self.mtp_block, self.layer)
+        return mtp.block_graph(b, self.mtp_block, self.layer)
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
         """The graph of whole texts of n_tokens tokens together, which gives a vector for each (vkback/models/texts.py). Raises GgufError
@@ -174,11 +180,18 @@ class Architecture(ABC):
             raise GgufError(f"[model] {self.file.path}: no classifier, so it cannot rank; expected tensors {names}: take a reranker")
         return self._graph(GraphBuilder(self.hp, n_tokens, n_ctx, "all", cache, texts=texts))
 
-    def _graph(self, b: GraphBuilder, *, with_mtp: bool = False) -> Graph:
+    def _graph(self, b: GraphBuilder, *, with_head: bool = False) -> Graph:
         embedded = x = self.embed(b)
+        inputs = []
         for il in range(self.hp.n_layer):
+            inputs.append(x)
             x = self.layer(b, x, il)
-        if with_mtp and self.mtp_block is not None:
+        if with_head and self.head is not None:
+            logits = self.output(b, x)
+            self.head.add_entries(b, [inputs[il] for il in self.head.layers])
+            b.graph.nodes = live(b.graph.nodes, (logits,))  # of the head what it keeps alone
+            return b.finish(logits)
+        if with_head and self.mtp_block is not None:
             hidden = self.normed(b, x)
             logits = b.logits(hidden)
             mtp.add_entries(b, self.mtp_block, embedded, hidden, self.layer)

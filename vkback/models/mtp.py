@@ -34,14 +34,16 @@ def first_tensor(il: int) -> str:
     return f"blk.{il}.nextn.eh_proj.weight"
 
 
-def _hidden_rows(b: GraphBuilder) -> Tensor:
-    return Tensor(HIDDEN, "F32", (1, b.n_ctx + ROOM, b.hp.n_embd), "state")
+def hidden_rows(b: GraphBuilder, width: int) -> Tensor:
+    """The cache of hidden rows of so many values."""
+    return Tensor(HIDDEN, "F32", (1, b.n_ctx + ROOM, width), "state")
 
 
-def _keep(b: GraphBuilder, hidden: Tensor) -> None:
-    """Store hidden rows of the tokens."""
-    rows = _hidden_rows(b)
-    b.graph.add("SET_ROWS", (b.view(hidden, (b.n, 1, b.hp.n_embd)), b.pos, rows), (rows,), type="F32")
+def keep(b: GraphBuilder, hidden: Tensor) -> None:
+    """Store hidden rows of the tokens [n, width]."""
+    width = hidden.shape[-1]
+    rows = hidden_rows(b, width)
+    b.graph.add("SET_ROWS", (b.view(hidden, (b.n, 1, width)), b.pos, rows), (rows,), type="F32")
 
 
 def _entries(b: GraphBuilder, il: int, embedded: Tensor | None, layer: Layer) -> Tensor:
@@ -56,7 +58,7 @@ def _entries(b: GraphBuilder, il: int, embedded: Tensor | None, layer: Layer) ->
         embedded = b.graph.emit("GET_ROWS", "mtp_embd", "F32", (b.n, hp.n_embd), (table, b.tokens))
     elif embedded is None:
         embedded = b.embed()
-    before = b.graph.emit("GET_ROWS", "mtp_hidden", "F32", (b.n, hp.n_embd), (_hidden_rows(b), m.pos))
+    before = b.graph.emit("GET_ROWS", "mtp_hidden", "F32", (b.n, hp.n_embd), (hidden_rows(b, hp.n_embd), m.pos))
     token = rms_norm(b, embedded, f"{block}.enorm", "mtp_enorm", plain="mtp_enorm_rms")
     text = rms_norm(b, before, f"{block}.hnorm", "mtp_hnorm", plain="mtp_hnorm_rms")
     both = b.graph.emit("CONCAT", "mtp_concat", "F32", (b.n, 2 * hp.n_embd), (token, text), axis=1)
@@ -65,7 +67,7 @@ def _entries(b: GraphBuilder, il: int, embedded: Tensor | None, layer: Layer) ->
 
 def add_entries(b: GraphBuilder, il: int, embedded: Tensor, hidden: Tensor, layer: Layer) -> None:
     """Behind a model's own nodes: store hidden rows of its tokens [n, n_embd], and block `il` of them, whose caches alone are wanted."""
-    _keep(b, hidden)
+    keep(b, hidden)
     _entries(b, il, embedded, layer)
 
 
@@ -75,7 +77,7 @@ def block_graph(b: GraphBuilder, il: int, layer: Layer) -> Graph:
     x = _entries(b, il, None, layer)
     own = hp.has_weight(f"{block}.shared_head_norm.weight")
     x = rms_norm(b, x, f"{block}.shared_head_norm" if own else "output_norm", "mtp_norm", plain="mtp_rms")
-    _keep(b, x)
+    keep(b, x)
     name = f"{block}.shared_head_head.weight"
     if not hp.has_weight(name):
         return b.finish(b.logits(x))

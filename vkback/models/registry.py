@@ -159,18 +159,19 @@ class Model:
         cache: CacheTypes = F16_CACHE,
         paging: Paging | None = None,
         kept: StateSlots = TWO_SLOTS,
-        with_mtp: bool = False,
+        with_head: bool = False,
     ) -> Graph:
         """Raises GgufError naming a weight that is missing or misshaped; vkback/models/builder.py has inputs and names."""
-        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept, with_mtp=with_mtp)
+        built = self.architecture.graph(n_tokens, n_ctx, head=head, cache=cache, paging=paging, kept=kept, with_head=with_head)
         if self.lora is None:
             return built
         columns = None if paging is None else (n_tokens, paging.n_slots)
         return replace(built, nodes=adapted(built.nodes, self.lora, columns))
 
-    def mtp_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
-        """Of the block that predicts the token after the next one (vkback/models/mtp.py), for one token. Raises GgufError."""
-        return self.architecture.mtp_graph(n_ctx, cache)
+    def head_graph(self, n_ctx: int, cache: CacheTypes = F16_CACHE) -> Graph:
+        """Of the block or head that predicts the token after the next one (vkback/models/mtp.py, eagle3.py), for one token. Raises
+        GgufError."""
+        return self.architecture.head_graph(n_ctx, cache)
 
     def text_graph(self, n_tokens: int, n_ctx: int, texts: Texts, cache: CacheTypes = F16_CACHE) -> Graph:
         """Of whole texts, a vector for each. Raises GgufError."""

@@ -27,7 +27,8 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from vkback import quants
 from vkback.errors import VkbackError, did_you_mean
 from vkback.gguf.file import DEFAULT_ALIGNMENT, GgufFile, tensor_bytes
-from vkback.gguf.hparams import NO_TEXT_VOCABULARY
+from vkback.gguf.hparams import NO_TEXT_VOCABULARY, RMS_EPS
+from vkback.models import eagle3
 from vkback.models.architecture import ARCHITECTURES
 from vkback.models.naming import file_type
 from vkback.models.shape import ModelShape
@@ -75,6 +76,9 @@ KEPT = ("altup_proj", "altup_router", "altup_unembd_proj", "laurel_l", "laurel_r
 SHAPES: dict[str, ModelShape] = {name: shape for known in ARCHITECTURES.values() for name, shape in known.shapes.items()}
 """Shapes by name, of all architectures."""
 
+HEAD = "-eagle3"
+"""Behind the name of a shape: the EAGLE-3 head (vkback/models/eagle3.py) of such a model."""
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -98,10 +102,30 @@ def synthetic_names() -> list[str]:
     return [f"{shape}-{type}" for shape in SHAPES for type in _types(shape)]
 
 
+def head_names() -> list[str]:
+    """Names of EAGLE-3 heads that `synthesize` takes, as `llama-8b-eagle3-Q4_K_S`: for each dense model that makes text."""
+    return [f"{shape}{HEAD}-{type}" for shape in SHAPES if _has_head(shape) for type in _types(f"{shape}{HEAD}")]
+
+
+def _has_head(shape_name: str) -> bool:
+    """Whether there is a head for models of a shape."""
+    s = SHAPES.get(shape_name)
+    return s is not None and not s.n_expert and not s.layers and ARCHITECTURES[s.arch].causal and not ARCHITECTURES[s.arch].recurrent
+
+
+def _shape_of(name: str) -> ModelShape | None:
+    """The shape of a model or head; None: there is none of this name."""
+    base = name.removesuffix(HEAD)
+    if base == name or not _has_head(base):
+        return SHAPES.get(name)
+    s = SHAPES[base]
+    return eagle3.head_shape(s, s.vocabulary or ARCHITECTURES[s.arch].vocabulary)
+
+
 def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTensor]:
     """The tensors of a model, in the order of the file. Raises SynthError for an unknown name or number of layers."""
     shape_name, type = _split(name)
-    shape = _first_layers(name, SHAPES[shape_name], layers)
+    shape = _first_layers(name, _known_shape(shape_name), layers)
     mix = _type_mixes().get(shape_name, {}).get(type)
     chosen = _chosen(shape_name, type) if mix is None and not shape_name.startswith(TINY) else {}
     return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in _shapes(shape)]
@@ -141,7 +165,7 @@ def synthesize(
         start = _write_header(part, name, tensors, layers, text=True)
         with part.open("r+b") as f:
             f.truncate(start + size)
-            pieces = _Pieces(SHAPES[_split(name)[0]], tensors, [start + o for o in offsets], seed)
+            pieces = _Pieces(_known_shape(_split(name)[0]), tensors, [start + o for o in offsets], seed)
             _write_all(f.fileno(), pieces, on_bytes, threads or os.cpu_count() or 1)
 
 
@@ -174,11 +198,11 @@ def _type_mixes() -> dict[str, Any]:
 @cache
 def _chosen(shape_name: str, type: str) -> dict[str, str]:
     """The type of every matrix as the rules of llama-quantize choose it; of none for WHOLE."""
-    s = SHAPES[shape_name]
+    s = _known_shape(shape_name)
     if type == WHOLE:
         return {}
     tensors = list(_shapes(s))
-    is_70b = ARCHITECTURES[s.arch].sizes.get(s.n_layer) == "70B"
+    is_70b = s.arch in ARCHITECTURES and ARCHITECTURES[s.arch].sizes.get(s.n_layer) == "70B"
     counts = Counts.of(tensors, s.n_layer, s.n_expert, s.n_head // s.n_head_kv if s.n_head_kv else 1, is_70b)
     return choose_types(type, tensors, counts)
 
@@ -189,15 +213,22 @@ def _types(shape: str) -> list[str]:
     return [*_type_mixes().get(shape, rules), WHOLE]
 
 
+def _known_shape(name: str) -> ModelShape:
+    """Of a name that `_split` gave."""
+    found = _shape_of(name)
+    assert found is not None
+    return found
+
+
 def _split(name: str) -> tuple[str, str]:
     shape, _, type = name.rpartition("-")
-    if shape not in SHAPES or type not in _types(shape):
+    if _shape_of(shape) is None or type not in _types(shape):
         types = dict.fromkeys(type for shape in SHAPES for type in _types(shape))
-        if name in SHAPES:
+        if _shape_of(name) is not None:
             types_of = _types(name)
             said = f"[synth] {name} is a shape without a type; expected one behind it, as {name}-{types_of[0]}: {', '.join(types_of)}"
             raise UnknownShape(said)
-        near = did_you_mean(name, synthetic_names())
+        near = did_you_mean(name, [*synthetic_names(), *head_names()])
         raise UnknownShape(
             f"[synth] no model is called {name!r}.{near} Names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
         )
@@ -221,6 +252,9 @@ def _first_layers(name: str, shape: ModelShape, layers: int | None) -> ModelShap
 
 def _shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of all tensors."""
+    if s.arch == eagle3.ARCH:
+        yield from eagle3.head_tensors(s)
+        return
     if not s.tied:
         yield "output.weight", (s.n_vocab, s.n_embd)
     yield "token_embd.weight", (s.n_vocab, s.n_embd)
@@ -235,6 +269,8 @@ def _shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _type_of(mix: dict[str, dict[str, str]] | None, name: str, chosen: Mapping[str, str]) -> str:
     """The type of a tensor: norms, biases, sinks, frequencies, positions, token types, routers and the small tensors of recurrences are
     F32 in every file, the rest as the mix says, else as the rules of llama-quantize chose, else UNIFORM."""
+    if name == eagle3.IDS:
+        return "I64"
     block, _, stem = name.removesuffix(".weight").rpartition(".")
     floats = (*MIXING, "attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
     if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
@@ -272,7 +308,8 @@ def _lay_out(tensors: list[PlannedTensor]) -> tuple[list[int], int]:
 def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: int | None, *, text: bool = False) -> int:
     """Metadata, with a vocabulary where `text`, and tensor table; returns where the data begins."""
     shape_name, type = _split(name)
-    s = _first_layers(name, SHAPES[shape_name], layers)
+    s = _first_layers(name, _known_shape(shape_name), layers)
+    known_arch = ARCHITECTURES.get(s.arch)
     writer = GGUFWriter(path, s.arch)
     writer.add_name(f"{name} with random weights")
     if (known := file_type(type)) is not None:
@@ -298,7 +335,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(s.yarn)
         writer.add_rope_scaling_orig_ctx_len(4096)
-    _add_value(writer, f"{s.arch}.{ARCHITECTURES[s.arch].norm_eps}", s.rms_eps)
+    _add_value(writer, f"{s.arch}.{known_arch.norm_eps if known_arch is not None else RMS_EPS}", s.rms_eps)
     writer.add_vocab_size(s.n_vocab)
     if s.n_expert:
         writer.add_expert_count(s.n_expert)
@@ -309,7 +346,7 @@ def _write_header(path: Path, name: str, tensors: list[PlannedTensor], layers: i
         writer.kv_data[0].pop(f"{s.arch}.{key}", None)
         _add_value(writer, f"{s.arch}.{key}", value)
     if text:
-        add_vocabulary(writer, s.vocabulary or ARCHITECTURES[s.arch].vocabulary, s.n_vocab)
+        add_vocabulary(writer, s.vocabulary or (known_arch.vocabulary if known_arch is not None else ""), s.n_vocab)
     else:
         writer.add_tokenizer_model(NO_TEXT_VOCABULARY)
     for t in tensors:
@@ -361,7 +398,9 @@ class _Pieces:
         t = self.tensors[index]
         k = t.shape[-1]
         rng = np.random.default_rng([self.seed, index, row0])
-        if t.name == "rope_freqs.weight":
+        if t.name == eagle3.IDS:
+            data = np.sort(rng.choice(self.shape.n_vocab, k, replace=False)).astype(np.int64).view(np.uint8)
+        elif t.name == "rope_freqs.weight":
             data = rope_divisors(self.shape).view(np.uint8)
         elif t.name.endswith("ssm_dt.bias"):
             step = np.exp(rng.uniform(math.log(1e-3), math.log(0.3), k))

@@ -37,6 +37,11 @@ LACKS: dict[str, str] = {
 
 def refusal(arch: str, quoted: str, supported: Iterable[str]) -> str:
     """Why a file of an architecture that is not supported is refused, in one line. quoted: its name as it may be shown."""
+    if arch == "eagle3":
+        return (
+            f"architecture {quoted} is an EAGLE-3 head, no model of its own; give it beside the model that it was made for: -m MODEL "
+            "-md HEAD --spec-type draft-eagle3"
+        )
     known = ", ".join(sorted(supported))
     if arch in LACKS:
         return f"architecture {quoted} is not supported: vkback has no models with {LACKS[arch]} yet; supported are {known}"

@@ -45,7 +45,7 @@ class Solo:
         if engine.tokens != tuple(text.tokens[:rows]):
             pages = -(-rows // page)
             engine.reset()
-            if engine.has_mtp_block:  # pages do not have its rows
+            if engine.has_draft_head:  # pages do not have its rows
                 engine.prompt(text.tokens[:rows])
             else:
                 caches.stage(text.pages[:pages], range(pages))
