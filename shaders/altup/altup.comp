@@ -8,7 +8,7 @@
 //   binding 0  active F32 [n, n_embd]                 x[0]
 //   binding 1  others F32 [n, STREAMS - 1, n_embd]    x[1] and the rest
 //   binding 2  logits F32 [n, STREAMS]
-//   binding 3  coef F32 [STREAMS * STREAMS, STREAMS], CORRECT 1: [STREAMS, STREAMS]
+//   binding 3  coef F32 [STREAMS * STREAMS * STREAMS], CORRECT 1: [STREAMS * STREAMS]
 //   binding 4  F32 [n, n_embd]                        y[0]
 //   binding 5  F32 [n, STREAMS - 1, n_embd]           y[1] and the rest
 //   binding 6  F32 [n, n_embd]                        added (ADDED), or made (CORRECT 1)

@@ -24,9 +24,10 @@ from vkback.gguf.file import GgufFile, GgufTensor
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Node
 from vkback.models import Model
+from vkback.models.architectures.gemma3n import STREAMS
 from vkback.models.architectures.gemma4 import scales_so_far
 from vkback.models.delta_net import recurrent_layers
-from vkback.models.synth import outline
+from vkback.models.synth import SHAPES, outline, synthesize
 from vkback.models.temperature import TEMPERATURE, TEMPERATURES
 from vkback.ops.lowering import PlanError
 from vkback.plan.passes.fuse import fuse
@@ -273,6 +274,20 @@ def test_rows_are_stored_before_the_first_layer_that_reads_them(profile: str, ti
             read = {t.name for t in node.inputs if t.kind == "state"} - {t.name for t in node.outputs}
             assert read <= stored, node.name
             stored |= {t.name for t in node.outputs if t.kind == "state"}
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("streams", [2, 3, 5])
+def test_gemma3n_with_other_numbers_of_streams(streams: int, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their coefficients are read value by value, not as rows of planes, which are 32 wide."""
+    s = SHAPES["tiny-gemma3n"]
+    monkeypatch.setitem(SHAPES, "tiny-streams", replace(s, metadata={**s.metadata, STREAMS: streams}))
+    path = tmp_path / "model.gguf"
+    synthesize("tiny-streams-Q8_0", path)
+    want = NumpyTwin(path, n_ctx=32).logits(TOKENS)
+    with Engine.load(path, device, n_ctx=32, act="f32", progress=False) as engine:
+        got = np.vstack([engine.prompt_logits(TOKENS[:-1]), engine.decode_logits(TOKENS[-1])[None]])
+    assert nmse(got, want) < 1e-6
 
 
 def test_lfm2_has_a_window_where_the_file_says_so(tiny: Tiny) -> None:

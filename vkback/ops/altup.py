@@ -79,7 +79,7 @@ class AltUp(Op):
 
 @register
 class AltUpPredict(AltUp):
-    """ALTUP_PREDICT(active, others, logits, coef F32 [streams^2, streams] [, added F32 [n, n_embd]]) -> (active, others), of each
+    """ALTUP_PREDICT(active, others, logits, coef F32 [streams^3] [, added F32 [n, n_embd]]) -> (active, others), of each
     stream s itself and the sum of all streams r times row (s, r) of coef . m. `added` comes to all but the active one first."""
 
     name = "ALTUP_PREDICT"
@@ -96,7 +96,7 @@ class AltUpPredict(AltUp):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         streams = node.inputs[2].shape[-1]
         added = node.inputs[4:]
-        fits = node.inputs[3].shape == (streams * streams, streams) and all(t.elements == node.inputs[0].elements for t in added)
+        fits = node.inputs[3].elements == streams**3 and all(t.elements == node.inputs[0].elements for t in added)
         return self.launch(node, ctx, fits)
 
     def build_case(self, n_embd: int = 128, n: int = 1, streams: int = 4, added: bool = False, seed: int = 47) -> Case:
@@ -115,7 +115,7 @@ class AltUpPredict(AltUp):
 
 @register
 class AltUpCorrect(AltUp):
-    """ALTUP_CORRECT(active, others, logits, coef F32 [streams, streams], made F32 [n, n_embd] [, output_scale F32 [n_embd]]) -> (active,
+    """ALTUP_CORRECT(active, others, logits, coef F32 [streams^2], made F32 [n, n_embd] [, output_scale F32 [n_embd]]) -> (active,
     others [, the new active one times output_scale]), of each stream itself and (1 + its row of coef . m) times what made is beyond the
     active one."""
 
@@ -125,12 +125,12 @@ class AltUpCorrect(AltUp):
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         active, others, logits, coef, made, *scale = (np.asarray(i, np.float64) for i in inputs)
         x = np.concatenate([active[:, None], others], axis=1)
-        y = x + (1.0 + np.tanh(logits) @ coef.T)[..., None] * (made - active)[:, None]
+        y = x + (1.0 + np.tanh(logits) @ coef.reshape(x.shape[1], -1).T)[..., None] * (made - active)[:, None]
         return [y[:, 0], y[:, 1:], *(y[:, 0] * s for s in scale)]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         active, streams, made = node.inputs[0], node.inputs[2].shape[-1], node.inputs[4]
-        fits = node.inputs[3].shape == (streams, streams) and made.elements == active.elements
+        fits = node.inputs[3].elements == streams**2 and made.elements == active.elements
         fits = fits and len(node.inputs) - 5 == len(node.outputs) - 2
         return self.launch(node, ctx, fits and all(t.shape == active.shape[-1:] for t in node.inputs[5:]))
 

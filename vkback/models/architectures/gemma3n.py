@@ -180,7 +180,8 @@ class Gemma3n(Architecture):
         n = self.n_streams
         others = Tensor(f"{OTHERS}-{il - 1}" if il else OTHERS, "F32", (b.n, n - 1, hp.n_embd))
         added = (Tensor(f"per_layer_embd_out-{il - 1}", "F32", x.shape),) if il else ()
-        coef = hp.weight(f"blk.{il}.altup_predict_coef.weight", (n * n, n))
+        # As one axis, without planes: the kernels read it value by value.
+        coef = replace(hp.weight(f"blk.{il}.altup_predict_coef.weight", (n * n, n)), shape=(n**3,))
         x, others = mixed("ALTUP_PREDICT", "altup_predicted", x, others, coef, x, *added)
         y = attention_norm(b, x, il)
         if not hp.has_weight(left := f"blk.{il}.laurel_l.weight"):
@@ -200,7 +201,7 @@ class Gemma3n(Architecture):
         y = feed_forward(b, feed_forward_norm(b, both, il), il, width=self.n_ff[il], glu=GEGLU, gate_cutoff=self.cutoffs[il])
         y = rms_norm(b, y, f"blk.{il}.post_ffw_norm", f"ffn_post_norm-{il}", plain=f"ffn_post_rms-{il}")
         y = b.add(y, both, f"ffn_residual-{il}")
-        coef = hp.weight(f"blk.{il}.altup_correct_coef.weight", (n, n))
+        coef = replace(hp.weight(f"blk.{il}.altup_correct_coef.weight", (n, n)), shape=(n * n,))
         x, others = mixed("ALTUP_CORRECT", "altup_corrected", x, others, coef, y, y)
         y = g.emit("MUL", f"altup_scaled-{il}", "F32", x.shape, (x, hp.weight(f"blk.{il}.altup_correct_scale.weight", (hp.n_embd,))))
         per_layer_part(b, y, il, self.n_per_layer)
