@@ -42,7 +42,7 @@ void fetch_addend() {
     [[unroll]] for (uint c = 0; c < COLS; c++) {
         addend[c] = 0.0;
 #ifdef BIND_MULTIPLIER
-        const uint of = min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row;
+        const uint of = p.multiplier_at + min(y_row + c, p.n - 1u) * RESIDUAL_STRIDE + p.y_offset + row;
   #if SPINS_ON_PARTS
         float value;
         SPIN_UNTIL(value = multiplier1[of], arrived(value));

@@ -11,7 +11,7 @@
 //   BIND_POST_RESIDUAL   F32 [k]                    added to the result of that norm
 //   BIND_SUM             F32 [k], out               the sum of the two
 //   BIND_BIAS            F32 [rows of W]            with experts, the rows of all experts
-//   BIND_MULTIPLIER      F32 [tokens][output rows]  what gelu makes is multiplied by it
+//   BIND_MULTIPLIER      F32 [tokens][output rows]  what gelu makes is multiplied by it; of one token from value multiplier_at on
 //   BIND_RESIDUAL        F32 [tokens][output rows]  added to y
 //   BIND_IDS             I32 [tokens][N_USED]       chosen experts
 //   BIND_EXPERT_WEIGHTS  F32 [tokens][N_USED]       their weights (EXPERTS_SUMMED)
@@ -35,6 +35,7 @@ layout(push_constant) uniform Push {
     float eps;      // of the norm in the prologue
 #ifdef BIND_MULTIPLIER
     float scale;    // of the sums that gelu takes
+    uint multiplier_at;
 #endif
 } p;
 

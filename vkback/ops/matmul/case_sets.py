@@ -44,7 +44,7 @@ def quick_fused() -> Iterator[Case]:
         yield fused_case(quant, 100, 512, 1, POST_NORM)
         yield fused_case(quant, 128, 512, 1, POST_NORM, glu=True, gelu=True, out="Q8_1")
         yield fused_case(quant, 100, 512, 1, POST_ALONE)
-        yield fused_case(quant, 96, 512, 1, (*POST_ALONE, "multiplier"), gelu=True, out="Q8_1")
+        yield fused_case(quant, 96, 512, 1, (*POST_ALONE, "multiplier"), gelu=True, out="Q8_1", multiplier_at=64)
         for n in (1, 3, 35) if whole else (1,):
             yield fused_case(quant, 100, 256, n, ("bias",), gelu=True)
             yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out="Q8_1")

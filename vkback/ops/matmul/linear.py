@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def launch(node: LinearNode, config: GemvConfig, index: int, pieces: Sequence[Sh
         ceil_div(node.rows_total, 32),
         node.x.shape[1] if routed and len(node.x.shape) == 3 else 1,
         float(node.params.eps),
-        *((float(node.params.gelu_scale),) if "multiplier" in node.extra else ()),
+        *((float(node.params.gelu_scale), node.params.multiplier_at) if "multiplier" in node.extra else ()),
     )
     whole = node.rows_total == (node.m >> node.glu) * (node.n_used if node.experts == "heads" else 1) and len(pieces) == 1
     weight_bytes = shard.layout.nbytes
@@ -210,7 +211,7 @@ class Linear(Op):
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "multiplier" in by:
-            y = y * by["multiplier"]
+            y = y * _multiplier(by["multiplier"], params.multiplier_at, y.shape)
         if "residual" in by:
             y = y + by["residual"]
         if params.softcap:
@@ -262,6 +263,11 @@ class Linear(Op):
             return F16_TOLERANCE
         q8_in = rounds == "Q8_1" and gemv.x.type == "F32"
         return linear_tolerance(q8_in, gemv.y.type == "Q8_1", gemv.params.activates)
+
+
+def _multiplier(values: Array, at: int, shape: tuple[int, ...]) -> Array:
+    """Those values of a multiplier that count."""
+    return values if values.size == prod(shape) else values.reshape(-1)[at : at + prod(shape)].reshape(shape)
 
 
 def _of_low_rank(node: LinearNode, ctx: LowerContext) -> list[Dispatch] | None:

@@ -204,7 +204,7 @@ def linear_node(
         **{role: Tensor(role, "F32", (k,), "weight") for role in ("norm", "norm_bias", "post_norm")},
         "post_residual": Tensor("post_residual", "F32", x.shape, "input"),
         "bias": Tensor("bias", "F32", (experts * m if routed else m,), "weight"),
-        "multiplier": Tensor("multiplier", "F32", y.shape, "input"),
+        "multiplier": Tensor("multiplier", "F32", (1, 2 * y.elements) if more.get("multiplier_at") else y.shape, "input"),
         "residual": Tensor("residual", "F32", y.shape, "input"),
         "ids": Tensor("ids", "I32", (n, used), "input"),
         "logits": Tensor("logits", "F32", (n, experts), "input"),
@@ -249,6 +249,7 @@ def fused_case(
     oai: bool = False,
     gelu: bool = False,
     softcap: float = 0.0,
+    multiplier_at: int = 0,
     out: str = "F32",
     experts: int = 6,
     used: int = 3,
@@ -261,9 +262,9 @@ def fused_case(
     seed: int = 7,
 ) -> Case:
     """LINEAR. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU
-    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; softcap: of what comes out, 0: none; with post_norm the sum behind it is a
-    further output; with logits: gating and norm_w as TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the
-    nodes that share the output."""
+    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; softcap: of what comes out, 0: none; multiplier_at: where the multiplier begins
+    in twice as many values; with post_norm the sum behind it is a further output; with logits: gating and norm_w as TOPK_MOE's gating and
+    norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
     if type_b == "q8_1" and "norm" in roles:
         raise CaseLineError(f"type_b=q8_1 with fused={'+'.join(roles)}: a norm takes activations as they are; expected type_b=f32")
     choosing = "logits" in roles
@@ -272,7 +273,7 @@ def fused_case(
     def node() -> Node:
         more: dict[str, Any] = dict(SWIGLU_OAI) if oai else {}
         more |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
-        more |= {"softcap": softcap} if softcap else {}
+        more |= {key: value for key, value in (("softcap", softcap), ("multiplier_at", multiplier_at)) if value}
         if choosing:
             more |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
         return linear_node(quant, m, k, n, roles, glu=glu, out=out, experts=experts, used=used, params=more)
@@ -283,6 +284,7 @@ def fused_case(
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
     activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {}) | ({"softcap": softcap} if softcap else {})
+    activation |= {"multiplier_at": multiplier_at} if multiplier_at else {}
     case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed, node)
     case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
     return split_case(case, split) if split else case
@@ -352,6 +354,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         oai: bool = False,
         gelu: bool = False,
         softcap: float = 0.0,
+        multiplier_at: int = 0,
         gating: str = "softmax",
         norm_w: bool = True,
         ties: bool = False,
@@ -371,6 +374,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             raise CaseLineError(f"m={m}, n={n}, k={k}, n_mats={n_mats}, n_used={n_used}: expected sizes from 1, n_used up to n_mats")
         if not 0.0 <= softcap < math.inf or (softcap and (n > 1 or glu or gelu)):
             raise CaseLineError(f"softcap={softcap}: expected a number from 0, which is none, n=1 and neither glu nor gelu")
+        if multiplier_at and (n > 1 or "multiplier" not in roles or not 0 < multiplier_at <= m):
+            raise CaseLineError(f"multiplier_at={multiplier_at}: expected fused=multiplier, n=1 and a number up to m={m}")
         if sentinels and "residual" not in roles:
             raise CaseLineError(f"sentinels=1 with fused={fused}: expected a residual among the inputs, which holds them")
         case = fused_case(
@@ -383,6 +388,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             oai=oai,
             gelu=gelu,
             softcap=softcap,
+            multiplier_at=multiplier_at,
             out=out.upper(),
             experts=n_mats,
             used=n_used,

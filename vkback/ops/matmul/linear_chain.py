@@ -8,6 +8,7 @@ from math import prod
 from vkback.graph import Node, Tensor
 from vkback.ops.matmul.linear_node import LinearParams, inputs_by_role
 from vkback.ops.moe.topk import choice_of
+from vkback.ops.view import View
 
 
 def unfused(node: Node) -> list[Node]:
@@ -60,7 +61,11 @@ def unfused(node: Node) -> list[Node]:
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])
     if "multiplier" in by:
-        y = emit("MUL", "multiplied", y.shape, y, by["multiplier"])
+        other = by["multiplier"]
+        if other.elements != y.elements:
+            view = View(params.multiplier_at, y.shape, (other.elements, 1))
+            other = emit("CONT", "multiplier", y.shape, other, view=view)
+        y = emit("MUL", "multiplied", y.shape, y, other)
     if "residual" in by:
         y = emit("ADD", "added", y.shape, y, by["residual"])
     if params.softcap:

@@ -9,7 +9,8 @@
     post_norm       F32 [k]: before that norm, or without one, x is RMS-normed, multiplied by this, and post_residual is added
     post_residual   F32, shape of x, with post_norm. With the param `sum` that sum, F32 of its shape, is a further output
     bias            F32 [m]; with ids [n_expert * m], the experts' rows end to end
-    multiplier      F32, shape of the output, with gelu and without glu: multiplied into what gelu makes
+    multiplier      F32, shape of the output, with gelu and without glu: multiplied into what gelu makes; of one token it may be longer
+                    (param multiplier_at)
     residual        F32, shape of the output: added to it
     ids             I32 [n, n_used]: the experts of each token
     logits          F32 [1, n_expert], in the place of ids: the experts are chosen by them as TOPK_MOE does (its params, too); weights
@@ -98,6 +99,7 @@ class LinearParams:
     x_shared     slots that share a row of x, where experts take it in unit order; None: as the shape of x says
     x_matrix_columns  of the matrices that such an x was packed for; 0: of its own kernel's
     gelu_scale   with a multiplier: of the sums that gelu takes
+    multiplier_at  of one token: the first value of the multiplier that counts, as many as there are outputs
     softcap      c: of one token and without an activation y = c tanh(y / c), behind all else; 0: none
     units_eps    of the norm whose weight is units_norm, where experts are summed: the output behind the norm is packed, too, ..
     units_shape  .. for products of such a shape
@@ -118,6 +120,7 @@ class LinearParams:
     x_shared: int | None = None
     x_matrix_columns: int = 0
     gelu_scale: float = 1.0
+    multiplier_at: int = 0
     softcap: float = 0.0
     units_eps: float = 0.0
     units_shape: GemmShape | None = None

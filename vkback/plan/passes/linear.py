@@ -13,6 +13,7 @@ from vkback.ops.matmul.batched import is_batched
 from vkback.ops.matmul.choice import choice_of
 from vkback.ops.matmul.gemv import prologue_problem
 from vkback.ops.matmul.linear_node import FUSED_ROLES, LinearNode, LinearParams, Path, bindings, inputs_by_role
+from vkback.ops.view import View
 from vkback.plan.nodes import Index, Nodes, rewrite
 from vkback.plan.passes.choose import as_stored
 
@@ -79,7 +80,7 @@ def fuse_glu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def fuse_multiplier(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """GEGLU of a GEMV, scaled or not, and of what no GEMV makes -> the GEMV with gelu, times the other."""
+    """GEGLU of a GEMV, scaled or not, and of what no GEMV makes -> the GEMV with gelu, times the other, which may be a part of a row."""
 
     def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "GEGLU" or len(node.inputs) != 2:
@@ -93,6 +94,11 @@ def fuse_multiplier(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         params = {**gemv.params, "gelu": True} | ({"gelu_scale": scale.params["scale"]} if scale is not None else {})
         multiplier = dataclasses.replace(node.inputs[1], shape=node.outputs[0].shape)
         gone = [gemv, *([scale] if scale is not None else []), node]
+        part = index.one_use_producer(node.inputs[1], "CONT")
+        view = part.params.get("view") if part is not None else None
+        if part is not None and view is not None and view == View(view.offset, multiplier.shape, (part.inputs[0].elements, 1)):
+            multiplier, params = part.inputs[0], {**params, "multiplier_at": view.offset}
+            gone.append(part)
         return gone, _gemv(inputs_by_role(gemv) | {"multiplier": multiplier}, node.outputs[0], params)
 
     return rewrite(nodes, outputs, match)
