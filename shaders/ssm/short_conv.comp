@@ -6,12 +6,20 @@
 //   w      F32 [channels, TAPS]
 //   pos    I32 [n]; -1: padding, which is at the end, gives zeros and is not stored
 //   state  F32 [RING, channels] (ssm/taps.glsl), of B x
-//   y      F32 [n, channels] (STORE 0)
+//   y      F32 [n, channels] (STORE 0); with OUT_Q8_1, which takes ONE, Q8_1 rows
 //   [BIND_SLOTS: slots I32 [n]: each token is of a sequence of its own, whose state is number slots[t]; state then has one more axis in front]
 //
-// ONE 1: every token is alone, its sequence's only one in this batch: thread (x, y) computes channel x of token y, and stores its B x.
+// ONE 1: every token is alone, its sequence's only one in this batch: thread (x, y) computes channel x of token y, and stores its B x; with
+// OUT_Q8_1 four channels, since eight threads round a unit of 32.
 // ONE 0: STORE 0 computes the tokens of one sequence. STORE 1 runs in a later stage, because the first tokens of other workgroups still need
 // the rows that it overwrites: thread (x, y) stores channel x of the y-th last token that is not padding.
+#ifndef OUT_Q8_1
+#define OUT_Q8_1 0
+#endif
+#if OUT_Q8_1
+#define REDUCE_GROUPS 1
+#include "common/reduce.glsl"
+#endif
 #include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -29,7 +37,12 @@ layout(std430, set = 0, binding = 2) writeonly buffer State { float state[]; };
 layout(std430, set = 0, binding = 1) readonly buffer InW { float w[]; };
 layout(std430, set = 0, binding = 2) readonly buffer InPos { int pos[]; };
 layout(std430, set = 0, binding = 3) buffer State { float state[]; };
+#if OUT_Q8_1
+layout(std430, set = 0, binding = 4) writeonly buffer OutY { uint y_words[]; };
+#include "common/q8_1.glsl"
+#else
 layout(std430, set = 0, binding = 4) writeonly buffer OutY { float y[]; };
+#endif
 #endif
 
 #ifdef BIND_SLOTS
@@ -46,22 +59,9 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #define CONV_ROW(row, c) state[(SEQUENCE * RING + (row)) * p.channels + (c)]
 #include "ssm/taps.glsl"
 
-void main() {
-    const uint c = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x;
-    if (c >= p.channels) return;
-#if STORE
-    // Number of tokens before the padding, by binary search.
-    uint real = 0u, end = p.n;
-    while (real < end) {
-        const uint middle = (real + end) / 2u;
-        if (pos[middle] >= 0) real = middle + 1u;
-        else end = middle;
-    }
-    const uint last = gl_WorkGroupID.y;
-    if (last < real) CONV_ROW(uint(pos[real - 1u - last]) % RING, c) = CONV_X(real - 1u - last, c);
-#else
-    const uint t = gl_WorkGroupID.y;
-    const int at = pos[t];
+#if !STORE
+// Channel c of token t at position `at`, of which it stores B x where the token is alone.
+float channel(uint t, int at, uint c) {
     float sum = 0.0;
   #if ONE
     for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, at, c, back), sum);
@@ -78,6 +78,35 @@ void main() {
     sum = fma(w[c * TAPS + TAPS - 1u], own, sum);
     float gate;
     SPIN_UNTIL(gate = C_OF(t, c), arrived(gate));
-    y[t * p.channels + c] = at >= 0 ? not_sentinel(gate * sum) : 0.0;
+    return at >= 0 ? gate * sum : 0.0;
+}
+#endif
+
+void main() {
+#if OUT_Q8_1
+    const uint quad = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x, t = gl_WorkGroupID.y;
+    const bool valid = 4u * quad < p.channels;
+    vec4 v = vec4(0.0);
+    if (valid)
+        for (uint i = 0u; i < 4u; i++) v[i] = channel(t, pos[t], 4u * quad + i);
+    const Q8_1Quad packed = q8_1_pack(quad, v);
+    if (valid) q8_1_store(t, p.channels / 32u, quad, packed);
+#else
+    const uint c = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x;
+    if (c >= p.channels) return;
+#if STORE
+    // Number of tokens before the padding, by binary search.
+    uint real = 0u, end = p.n;
+    while (real < end) {
+        const uint middle = (real + end) / 2u;
+        if (pos[middle] >= 0) real = middle + 1u;
+        else end = middle;
+    }
+    const uint last = gl_WorkGroupID.y;
+    if (last < real) CONV_ROW(uint(pos[real - 1u - last]) % RING, c) = CONV_X(real - 1u - last, c);
+#else
+    const uint t = gl_WorkGroupID.y;
+    y[t * p.channels + c] = not_sentinel(channel(t, pos[t], c));
+#endif
 #endif
 }

@@ -1,7 +1,7 @@
 """SHORT_CONV (shaders/ssm/short_conv.comp): the gated short convolution of LFM2, channel by channel.
 
     SHORT_CONV  bcx F32 [n, 3 channels], w F32 [channels * taps], pos I32 [n], state F32 [ring, channels]
-                -> y F32 [n, channels], state
+                -> y F32 or, of one token or with slots, Q8_1 [n, channels], state
                 With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of state
                 [n_slots, ring, channels]
     params: [has_slots]
@@ -14,6 +14,7 @@ to, as of SSM_CONV. Source: LFM2 (Liquid AI), as `transformers` has it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -25,11 +26,12 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.cost import Cost, times
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
+from vkback.ops.ggml_words import one_of_types
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
 from vkback.ops.recurrent.ssm_conv import depthwise, positions
 from vkback.ops.storage import nbytes
-from vkback.ops.workgroup import Defines, workgroup_size
+from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
 
 
@@ -85,20 +87,27 @@ class ShortConv(Op):
                 f"[SHORT_CONV] {node.name}: {bcx}, {w} and {state} to {y}: expected rows of {3 * channels}, at most {ring} "
                 f"weights of a channel, and an output [{n}, {channels}]"
             )
-        one = n == 1 or bool(slots)
+        one, q8 = n == 1 or bool(slots), y.type == "Q8_1"
+        if q8 and (not one or channels % 32):
+            raise PlanError(
+                f"[SHORT_CONV] {node.name}: {y} of {n} tokens: expected a Q8_1 output of one token, of whole units of 32 channels"
+            )
         choice = ctx.tuning.pick("elementwise", elements=n * channels)
-        wg = workgroup_size(ctx.caps, choice["wg_size"], channels)
-        push, across = pack_push(n, channels), ceil_div(channels, wg)
+        threads = channels // 4 if q8 else channels
+        wg = max(workgroup_size(ctx.caps, choice["wg_size"], threads), 8 if q8 else 1)
+        reduce, subgroup = reduction(ctx.caps, wg, lanes=8) if q8 else ({}, None)
+        push, across = pack_push(n, channels), ceil_div(threads, wg)
         reason = f"{wg} threads: {choice.source}"
 
         def dispatch(store: int, args: tuple[Arg, ...], rows: int, moved: int) -> Dispatch:
             defines: Defines = {"WG_SIZE": wg, "TAPS": taps, "STORE": store, "ONE": int(one)}
             defines |= {"RING": ring} if ring != taps else {}
+            defines |= {**reduce, "OUT_Q8_1": 1} if q8 else {}
             if slots:
                 defines["BIND_SLOTS"] = len(args)
                 args = (*args, Arg(slots[0]))
             return Dispatch(
-                Variant.of("ssm/short_conv.comp", defines),
+                Variant.of("ssm/short_conv.comp", defines, subgroup_size=subgroup),
                 args,
                 push,
                 (across, rows, 1),
@@ -132,6 +141,9 @@ class ShortConv(Op):
         yield self.build_case(2, 37, taps=4, slots=(1, 4))
         yield self.build_case(3, 37, ring=5, pos0=6, slots=(1, 4, 0))
         yield self.build_case(2, 2048, pos0=1, slots=(2, 0)).where(sync="sentinel")
+        yield self.build_case(1, 96, pos0=9, out="q8_1")
+        yield self.build_case(1, 2048, out="q8_1").where(sync="sentinel")
+        yield self.build_case(3, 160, ring=5, pos0=6, slots=(1, 4, 0), out="q8_1")
 
     def full_cases(self) -> Iterator[Case]:
         for n, (channels, taps), pos0 in product((1, 2, 7, 128), ((1, 3), (33, 2), (260, 5), (1536, 3)), (0, 1, 1000)):
@@ -142,7 +154,16 @@ class ShortConv(Op):
         yield self.build_case(512, 2048, pos0=512)
 
     def build_case(
-        self, n: int, channels: int, taps: int = 3, pos0: int = 0, padding: int = 0, ring: int = 0, slots: Shape = (), seed: int = 43
+        self,
+        n: int,
+        channels: int,
+        taps: int = 3,
+        pos0: int = 0,
+        padding: int = 0,
+        ring: int = 0,
+        slots: Shape = (),
+        out: str = "f32",
+        seed: int = 43,
     ) -> Case:
         """Values normal, the state too, even where position 0 makes it void. slots: the sequence of each token, which are at positions
         pos0, pos0 + 1 ..., and the last a hole where there are more than two. ring: rows of the state, 0: taps."""
@@ -151,9 +172,12 @@ class ShortConv(Op):
         if slots and (len(slots) != n or len(set(slots)) != n or any(s < 0 for s in slots)):
             raise CaseLineError(f"slots={slots}: expected the numbers of {n} different sequences")
 
+        y_type = one_of_types(out, ("F32", "Q8_1"), "out")
+
         def make(rng: np.random.Generator) -> Problem:
             bcx, y = Tensor("bcx", "F32", (n, 3 * channels), "input"), Tensor("y", "F32", (n, channels))
             w, pos = Tensor("w", "F32", (channels * taps,), "weight"), Tensor("pos", "I32", (n,), "input")
+            y = dataclasses.replace(y, type=y_type)
             n_slots = (max(slots) + 1,) if slots else ()
             state = Tensor("state", "F32", (*n_slots, ring or taps, channels), "state")
             sequences = (Tensor("slots", "I32", (n,), "input"),) if slots else ()
@@ -163,10 +187,12 @@ class ShortConv(Op):
             return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
 
         params: dict[str, Any] = {"n": n, "channels": channels, "taps": taps, "pos0": pos0, "padding": padding}
-        params |= ({"ring": ring} if ring else {}) | ({"slots": slots} if slots else {})
+        params |= ({"ring": ring} if ring else {}) | ({"slots": slots} if slots else {}) | ({"out": out} if y_type != "F32" else {})
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
+        if node.outputs[0].type == "Q8_1":
+            return Tolerance(4e-4, 0.2, "outputs are rounded to 8 bits; a product of four normal values is up to twenty times their rms")
         return Tolerance(
             1e-12, 1e-5, "a handful of f32 products and additions, 2^-24 each; sums of unlike signs are that much off their terms"
         )

@@ -249,8 +249,16 @@ ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
 GLUS = frozenset({"SWIGLU", "SWIGLU_OAI", "SIGMOID_GLU", "GEGLU"})
 
-QUANTIZING = ATTENTION | GLUS | {"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "LINEAR_HEADS", "CONV_DELTA_NET"}
-"""Ops that can leave their first output as Q8_1: attention where a head of V is whole units of 32, a delta net where a head is."""
+NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD"})
+
+OF_ONE_TOKEN = frozenset({"SHORT_CONV"})
+"""Ops that leave it so of one token, or of one of each sequence, alone."""
+
+QUANTIZING = ATTENTION | GLUS | NORMS | OF_ONE_TOKEN | {"LINEAR_HEADS", "CONV_DELTA_NET", "GAUSSIAN_GEGLU", "ALTUP_CORRECT_ROUTED"}
+"""Ops that can leave an output as Q8_1: attention where a head of V is whole units of 32, a delta net where a head is."""
+
+Q8_1_OUTPUT = {"ALTUP_CORRECT_ROUTED": 2}
+"""Which output that is, where it is not the first."""
 
 
 def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, by: str) -> Nodes:
@@ -275,9 +283,11 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         producer = index.producer[tensor.name]
         whole_units = _head_width(producer) % 32 == 0
         by_gemv = producer.op == "LINEAR" and activated(producer)
-        can = {"producer": producer.op in QUANTIZING or by_gemv, "attention": producer.op in QUANTIZING, "stage": False}[by]
+        quantizes = producer.op in QUANTIZING and (producer.op not in OF_ONE_TOKEN or tensor.shape[0] == 1)
+        can = {"producer": quantizes or by_gemv, "attention": quantizes, "stage": False}[by]
         # If anything else reads the floats, they must be stored, too.
-        sole = len(wants) == len(readers) and tensor.name not in index.outputs and producer.outputs[0].name == tensor.name
+        stored = producer.outputs[Q8_1_OUTPUT.get(producer.op, 0)].name == tensor.name
+        sole = len(wants) == len(readers) and tensor.name not in index.outputs and stored
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
             out = [
                 as_stored(_retyped(n, tensor.name, tensor.name), ctx)
