@@ -149,8 +149,19 @@ TOKENS = [
         "gemma4 E4B Q4_K - Medium",
         3 + 7 * 42 + 1,
         "GET_ROWS GET_ROWS LINEAR ROPE_ANGLES ROPE_ANGLES SCALE",
-        7,
+        6,
         ops={"LINEAR": 302, "ATTN_DECODE": 42},
+    ),
+    # Nine stages a layer, norms and routers in those of the streams; one more where the gate is sparse, in the first ten.
+    Token(
+        "gemma3n-e4b-Q4_K_M",
+        "gemma3n E4B Q4_K - Medium",
+        6 + 9 * 35 + 10 + 9 + 1,
+        "GET_ROWS GET_ROWS LINEAR LINEAR MEAN MUL RMS_NORM RMS_NORM_MUL_ADD ROPE_ANGLES ROPE_ANGLES SCALE SQR SQRT",
+        20,
+        "altup_predicted-1 | laurel_l-1 Qcur_rope-1.qkv Qcur_rope-1.qkv Qcur_rope-1.qkv | laurel_r-1 kqv_out-1 | laurel_out-1 attn_out-1 | "
+        "ffn_gate-1 ffn_up-1 | ffn_geglu-1 | ffn_out-1 | altup_corrected-1 | per_layer_geglu-1 | per_layer_out-1",
+        {"ATTN_DECODE": 35, "ALTUP_PREDICT_ROUTED": 35, "ALTUP_CORRECT_ROUTED": 35, "RMS_NORM_SUM": 35, "GAUSSIAN_GEGLU": 10},
     ),
     Token(
         "gemma4-26b-a4b-Q8_0:6",
@@ -232,15 +243,14 @@ TOKENS = [
         ops=DELTA_NET_OPS,
     ),
     Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
-    # What the short convolution makes is rounded by a stage.
     Token(
         "lfm2-1.2b-Q8_0",
         "lfm2 1.2B Q8_0",
-        1 + 6 * 10 + 5 * 6 + 2,
-        layer="bcx-1 | conv_gated-1 | conv_gated-1.q8_1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1",
+        1 + 5 * 10 + 5 * 6 + 2,
+        layer="bcx-1 | conv_gated-1 | ffn_inp-1 | ffn_swiglu-1 | l_out-1",
         ops={"SHORT_CONV": 10, "ATTN_DECODE": 6},
     ),
-    Token("lfm2-8b-a1b-Q8_0:4", "", 1 + 7 * 2 + 7 + 8 + 2),
+    Token("lfm2-8b-a1b-Q8_0:4", "", 1 + 6 * 2 + 7 + 7 + 2),
     Token("granite-4-h-tiny-Q4_K_S", "granitehybrid 7B.A1B Q4_K - Small", 1 + 7 * 40 + 2, "GET_ROWS", 3, MAMBA_EXPERTS, RECURRENT_OPS),
 ]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
+from vkback.plan.passes.altup import fuse_altup, fuse_altup_routers
 from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention
 from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.linear import (
@@ -48,7 +49,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     for step in (fuse_embedding, fuse_norms, fuse_latent):
         nodes = step(nodes, outputs)
     if n == 1 and not ctx.exact:
-        nodes = fuse_delta_net(nodes, outputs, ctx)
+        nodes = fuse_altup_routers(fuse_delta_net(nodes, outputs, ctx), outputs, ctx)
     nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
@@ -161,21 +162,6 @@ def fuse_delta_net(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> N
             return None
         params = {**delta.params, "eps": norm.params["eps"]}
         return [conv, delta, norm, node], Node("CONV_DELTA_NET", inputs, (node.outputs[0], conv_state, state), params)
-
-    return rewrite(nodes, outputs, match)
-
-
-def fuse_altup(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
-    """ALTUP_CORRECT, MUL of its active stream by a weight -> ALTUP_CORRECT with both, where the device binds as many buffers."""
-
-    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
-        corrected = index.producer.get(node.inputs[0].name) if node.op == "MUL" and node.inputs[1].kind == "weight" else None
-        if corrected is None or corrected.op != "ALTUP_CORRECT" or len(corrected.outputs) > 2 or corrected.name != node.inputs[0].name:
-            return None
-        if len(corrected.inputs) + len(corrected.outputs) + 2 > ctx.caps.max_storage_bindings:
-            return None
-        inputs, made = (*corrected.inputs, node.inputs[1]), (*corrected.outputs, *node.outputs)
-        return [corrected, node], dataclasses.replace(corrected, inputs=inputs, outputs=made)
 
     return rewrite(nodes, outputs, match)
 
