@@ -135,9 +135,9 @@ def test_vkbench_takes_llama_bench_s_flags(
 
 
 WITHOUT_MEANING = (
-    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -ncmoe 0 -sm none -mg 0 -nkvo 0 -fa 1 -mmp 0 "
+    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -ncmoe 0 -sm none -mg 0 -nkvo 0 -mmp 0 "
     "-dio 0 -lm auto -lzm auto -embd 0 -ot x=CPU -nopo 0 --no-host 0 --repack 1 -fitt off -fitc 4096 -v --offline "
-    "--batch-size 1 --threads 1 --n-gpu-layers 1 --split-mode layer --main-gpu 0 --no-kv-offload 1 --flash-attn on "
+    "--batch-size 1 --threads 1 --n-gpu-layers 1 --split-mode layer --main-gpu 0 --no-kv-offload 1 "
     "--mmap 1 --embeddings 1 --verbose"
 )
 """All options of llama-bench but those that vkbench obeys."""
@@ -146,14 +146,32 @@ WITHOUT_MEANING = (
 def test_a_command_line_of_llama_bench_runs_as_it_is(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = shlex.split(f"-m demo-dense -p 8 {WITHOUT_MEANING} -fa 0 -n 4 -r 1 --delay 0 -o json")
+    line = shlex.split(f"-m demo-dense -p 8 {WITHOUT_MEANING} -ngl 0 -n 4 -r 1 --delay 0 -o json")
     assert call(monkeypatch, vkbench.main, *line) == 0
     out, err = capsys.readouterr()
     assert [(r["n_prompt"], r["n_gen"]) for r in json.loads(out)] == [(8, 0), (0, 4)]
     named = [word for word in WITHOUT_MEANING.split() if word.startswith("-")]
-    assert err == f"vkbench: {', '.join(named)} mean nothing here\n", "each once, though -fa came twice"
+    assert err == f"vkbench: {', '.join(named)} mean nothing here\n", "each once, though -ngl came twice"
     assert call(monkeypatch, vkbench.main, "tg4", "-m", "demo-dense", "-r", "1", "-ngl=0") == 0
     assert capsys.readouterr().err == "vkbench: -ngl means nothing here\n"
+
+
+def test_attention_as_nodes_of_its_own_by_llama_bench_s_option(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loads: list[bool] = []
+    load = vkbench.load_engine
+    monkeypatch.setattr(vkbench, "load_engine", lambda path, device, how: loads.append(how.flash_attn) or load(path, device, how))
+    assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -p 0 -r 1 -fa 0,1 -o json")) == 0
+    assert [r["flash_attn"] for r in json.loads(capsys.readouterr().out)] == [0, 1] and loads == [False, True]
+    assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -p 0 -r 1 --flash-attn off")) == 0
+    head, _, row = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    cells = dict(zip(*([cell.strip() for cell in line.split("|")] for line in (head, row)), strict=True))
+    assert cells["fa"] == "0"
+    assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -p 0 -r 1")) == 0
+    assert "| fa" not in capsys.readouterr().out and loads == [False, True, False, True]
+    assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -fa maybe")) == 2
+    assert capsys.readouterr().err == "vkbench: error: -fa maybe: expected one of on, off, auto, 1, 0, -1\n"
 
 
 def test_options_of_llama_bench_that_cannot_be_obeyed(

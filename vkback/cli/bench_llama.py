@@ -21,7 +21,6 @@ VALUED = (
     ("-sm", "--split-mode"),
     ("-mg", "--main-gpu"),
     ("-nkvo", "--no-kv-offload"),
-    ("-fa", "--flash-attn"),
     ("-mmp", "--mmap"),
     ("-dio", "--direct-io"),
     ("-lm", "--load-mode"),
@@ -34,8 +33,7 @@ VALUED = (
     ("-fitt", "--fit-target"),
     ("-fitc", "--fit-ctx"),
 )
-"""Options of llama-bench that hold a value which means nothing to vkbench: the host computes
-nothing, and attention is always fused."""
+"""Options of llama-bench that hold a value which means nothing to vkbench: the host computes nothing."""
 
 FLAGS = (("-v", "--verbose"), ("--offline",))
 """The same of options without a value."""

@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, ModelOption, UsageError, act_of, bars, model_path, one_of, output_file, picture_file
+from vkback.cli.shell import (
+    ActOption,
+    DeviceOption,
+    FlashAttnOption,
+    ModelOption,
+    UsageError,
+    act_of,
+    bars,
+    flash_attn_of,
+    model_path,
+    one_of,
+    output_file,
+    picture_file,
+)
 from vkback.cli.terminal import fit, progress_bar
 
 if TYPE_CHECKING:
@@ -29,10 +42,11 @@ TOKENS = 4
 def compare(
     model: ModelOption = None,
     against: Annotated[
-        str, typer.Option(help='numpy; a file of --save; a device; act=f32; fusion=none; or "FAMILY KEY=VALUE : PARAMETER=VALUE".')
+        str, typer.Option(help='numpy; a file of --save; a device; act=f32; fusion=none; fa=0; or "FAMILY KEY=VALUE : PARAMETER=VALUE".')
     ] = "numpy",
     device: DeviceOption = None,
     fused: Annotated[bool, typer.Option("--fused/--unfused", help="Compare at the outputs of fusions, or op by op.")] = True,
+    flash_attn: FlashAttnOption = "auto",
     step: Annotated[bool, typer.Option("--step", help="Give each node's reference the device's own inputs: its own error shows.")] = False,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Text whose tokens are run [default: a few random ones].")] = None,
     tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="How many random tokens.")] = TOKENS,
@@ -69,12 +83,13 @@ def compare(
     fusion = "all" if fused else "none"
     about = {"model": opened.description, "tokens": list(batch.tokens), "at once": batch.n}
     library = ShaderLibrary()
+    flash = bool(flash_attn_of(flash_attn))
 
     runs: dict[str, Any] = {}
 
     def one(chosen: str | None, change: Callable[[LowerContext], LowerContext], label: str, fusion: str) -> Any:
         with Device.open(chosen) as here:
-            context = change(context_on(here, library, act_of(act)))
+            context = change(replace(context_on(here, library, act_of(act)), flash=flash))
             alone = None
             run = runs[label] = run_nodes(opened, here, library, context, batch, fusion=fusion, progress=bars(not as_json))
             label = f"{here.caps.name}{label}"
@@ -87,7 +102,7 @@ def compare(
         with bar(len(run.nodes) * len(batch.steps), "numpy", not as_json) as tick:
             return alone, *nodes.sides(run, nodes.walked(opened, run, batch, tick), batch, label, about)
 
-    shown = f"{'' if act == 'auto' else f', act={act}'}{'' if fused else ', unfused'}"
+    shown = f"{'' if act == 'auto' else f', act={act}'}{'' if fused else ', unfused'}{'' if flash else ', -fa 0'}"
     alone, mine, exact = one(device, lambda c: c, shown, fusion)
     if save:
         nodes.save(save, mine)
@@ -125,12 +140,15 @@ def _other(against: str, device: str | None, fusion: str, one: Callable[..., Any
         return one(device, lambda c: replace(c, act=act), f", {against}", fusion)[1]
     if equals and key == "fusion":
         return one(device, lambda c: c, f", {against}", one_of(value, FUSIONS, "--against fusion="))[1]
+    if equals and key == "fa":
+        other = bool(flash_attn_of(value))
+        return one(device, lambda c: replace(c, flash=other), f", {against}", fusion)[1]
     if ":" in against:
         return one(device, lambda c: replace(c, tuning=with_overrides(c.tuning, against)), f", {against}", fusion)[1]
     try:
         return one(against, lambda c: c, "", fusion)[1]
     except NoDevice as e:
-        known = "numpy, a file of --save, act=f32, fusion=none, FAMILY : PARAMETER=VALUE, or a device"
+        known = "numpy, a file of --save, act=f32, fusion=none, fa=0, FAMILY : PARAMETER=VALUE, or a device"
         raise UsageError(f"--against {against}: expected {known}: {e}") from e
 
 

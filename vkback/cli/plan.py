@@ -13,6 +13,7 @@ from vkback.cli.shell import (
     ActOption,
     CompileOnlyOption,
     DeviceOption,
+    FlashAttnOption,
     ModelOption,
     RowsOption,
     ShapeOption,
@@ -21,6 +22,7 @@ from vkback.cli.shell import (
     bars,
     cache_rows,
     described_model,
+    flash_attn_of,
     model_path,
     one_of,
 )
@@ -54,6 +56,7 @@ def plan(
     depth: Annotated[int, typer.Option("-d", "--depth", min=0, help="Rows of the cache in use before the batch.")] = 0,
     head: Annotated[str, typer.Option(help="Logits of the last token, none or all.")] = "last",
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
+    flash_attn: FlashAttnOption = "auto",
     act: ActOption = "auto",
     compile_only: CompileOnlyOption = False,
     diff: Annotated[
@@ -91,6 +94,7 @@ def plan(
         raise UsageError("--measure and --compile-only exclude each other: what is only compiled takes no time")
     wanted = cast(Literal["last", "none", "all"], one_of(head, HEADS, "--head"))
     one_of(fusion, FUSIONS, "--fusion")
+    flash = bool(flash_attn_of(flash_attn))
     if measure and shape is not None:
         raise UsageError("--measure and --shape exclude each other: a shape has no weights; vkback synth writes some")
     with ExitStack() as stack:
@@ -99,7 +103,7 @@ def plan(
         caps = here.caps if here else Capabilities.from_profile(profile or "")
         nodes = opened.graph(tokens, cache_rows(opened, ctx, tokens, depth), head=wanted)
         tables = Tuning.for_device(caps)
-        schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act)), fusion=fusion)
+        schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act), flash=flash), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=bars(not as_json)) if here and measure else None

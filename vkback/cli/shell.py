@@ -148,6 +148,11 @@ SpecEarlierOption = Annotated[bool, typer.Option("--spec-earlier", help="Draft f
 
 ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
 
+FlashAttnOption = Annotated[
+    str,
+    typer.Option("-fa", "--flash-attn", metavar="on|off|auto", help="off, or 0: attention as nodes kq, kq_soft_max, kqv; to look into it."),
+]
+
 HUB, HUB_OPTIONS = "hf:", ("-hf", "--hf-repo")
 """What marks a model as that of a repository of Hugging Face."""
 
@@ -530,6 +535,15 @@ def one_of(value: str, known: Sequence[str], option: str) -> str:
     if value not in known:
         raise UsageError(f"{option} {value}: expected one of {', '.join(known)}")
     return value
+
+
+FLASH_ATTN = {"auto": -1, "-1": -1, "on": 1, "1": 1, "off": 0, "0": 0}
+"""What -fa may say, and what llama-bench's results say of it."""
+
+
+def flash_attn_of(text: str) -> int:
+    """1, 0 or -1 (auto) by what -fa says. Raises UsageError."""
+    return FLASH_ATTN[one_of(text.strip().lower(), ("on", "off", "auto", "1", "0", "-1"), "-fa")]
 
 
 def read_text(path: Path, option: str) -> str:

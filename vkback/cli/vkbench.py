@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, cast, get_args
 
 import typer
 
@@ -35,6 +35,7 @@ from vkback.cli.shell import (
     add_command,
     asked_for,
     bars,
+    flash_attn_of,
     load_engine,
     load_options,
     measured_math_rate,
@@ -82,6 +83,7 @@ class Settings:
 
     exact      batch-invariant
     fusion     "all" or "none"
+    flash_attn  of this variant: 1, 0, or -1 where nothing was said
     read_rate  GB/s, None to measure it, 0 to do without
     math_rate  TFLOPS, likewise
     compile_line  whether stderr is free for a line about compile time
@@ -94,6 +96,7 @@ class Settings:
     cpu_moe: bool
     exact: bool
     fusion: str
+    flash_attn: int
     feed: Feed
     read_rate: float | None
     math_rate: float | None
@@ -104,6 +107,20 @@ class Settings:
     power: bool
     command: str
     build: tuple[str, int]
+
+
+class Variant(NamedTuple):
+    """How a model is loaded: activations, tokens of a prompt processed at once (None: the engine's default), types of K and V, and
+    whether attention is one kernel (as Settings.flash_attn)."""
+
+    act: str
+    ubatch: int | None
+    cache: tuple[str, str]
+    flash_attn: int
+
+
+FLASH_WORDS = {-1: "", 0: "0", 1: "1"}
+"""Of `How`."""
 
 
 def bench(
@@ -145,6 +162,10 @@ def bench(
     cache_type_v: Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")] = "f16",
     exact: ExactOption = False,
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
+    flash_attn: Annotated[
+        list[str] | None,
+        typer.Option("-fa", "--flash-attn", metavar="on|off|auto", help="off, or 0: attention as nodes of its own; several with commas."),
+    ] = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -194,6 +215,7 @@ def bench(
     caches = [(each.cache_type_k, each.cache_type_v) for each in checked]
     feed = "random" if to_host or (feed is None and measures_as_llama_bench(against)) else feed or "self"
     one_of(fusion, FUSIONS, "--fusion")
+    flashes = [flash_attn_of(word) for text in flash_attn or ["auto"] for word in text.split(",")]
     settings = Settings(
         repetitions=repetitions or REPETITIONS,
         device=device,
@@ -202,6 +224,7 @@ def bench(
         cpu_moe=cpu_moe,
         exact=exact,
         fusion=fusion,
+        flash_attn=flashes[0],
         feed=cast(Feed, one_of(feed, FEEDS, "--feed")),
         read_rate=read_rate,
         math_rate=math_rate,
@@ -213,7 +236,7 @@ def bench(
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
-    variants = [(a, u, c) for a in acts for u in ubatches for c in caches]
+    variants = [Variant(a, u, c, f) for a in acts for u in ubatches for c in caches for f in flashes]
     where = None if tensor_split is not None or turns else workers_of(device, scheduler, hosts, workers, journal)
     if where is not None and against is not None:
         raise UsageError("--against is of one device; leave out --scheduler, --hosts, --workers and several devices")
@@ -232,16 +255,29 @@ def bench(
             refuse("-oe", "the table is printed once; --save keeps it")
         layers = "all" if cpu_moe else "" if n_cpu_moe is None else str(n_cpu_moe)
         hows = [
-            How(path.absolute(), a, *c, "" if u is None else str(u), feed, fusion, exact, device or "", tensor_split or "", layers)
+            How(
+                path.absolute(),
+                a,
+                *c,
+                "" if u is None else str(u),
+                feed,
+                fusion,
+                exact,
+                device or "",
+                tensor_split or "",
+                layers,
+                FLASH_WORDS[f],
+            )
             for path in files
-            for a, u, c in variants
+            for a, u, c, f in variants
         ]
         compare_in_turn(against, hows, tests, repetitions or PAIRS, "json" if as_json else output, save or [], settings.command)
         return
     columns = ["n_ubatch"] * (ubatches not in ([None], [BenchResult.n_ubatch]))
     columns += [f"type_{one}" for one, types in zip("kv", zip(*caches, strict=True), strict=True) if {*types} != {"f16"}]
     columns += (
-        ["fusion"] * (fusion != "all")
+        ["flash_attn"] * (flashes != [-1])
+        + ["fusion"] * (fusion != "all")
         + ["exact"] * exact
         + ["act"] * (acts != ["auto"])
         + ["feed"] * (feed != "self")
@@ -281,41 +317,36 @@ def measures_as_llama_bench(against: str | None) -> bool:
     return is_llama_bench(against)
 
 
-def _turns(
-    files: Sequence[Path], variants: Sequence[tuple[str, int | None, tuple[str, str]]], tests: Sequence[BenchTest], settings: Settings
-) -> None:
+def _turns(files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings) -> None:
     """One side of --against, for one model in one variant."""
     from vkback.cli.vkbench_turns import take_turns
 
-    (path,), ((act, ubatch, cache),) = files, variants
+    (path,), ((act, ubatch, cache, flash),) = files, variants
     k, v = cache
+    settings = replace(settings, flash_attn=flash)
     n_ctx = max(t.n_ctx for t in tests)
     how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
-    how = replace(how, tensor_split=settings.tensor_split, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe)
+    how = replace(how, tensor_split=settings.tensor_split, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
     with load_engine(path, settings.device, how) as engine:
         begun = datetime.now(UTC)
         take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
 
 
 def _measure_all(
-    files: Sequence[Path],
-    variants: Sequence[tuple[str, int | None, tuple[str, str]]],
-    tests: Sequence[BenchTest],
-    settings: Settings,
-    outputs: Outputs[BenchResult],
+    files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings, outputs: Outputs[BenchResult]
 ) -> None:
-    """variants: activations, tokens of a prompt processed at once (None: the engine's default), and types of K's and V's, each with a model
-    loaded anew."""
+    """Each variant has the model loaded anew."""
     begun = False
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     math_rates: dict[GemmKernel, float] = {}
-    for path, (act, ubatch, cache) in product(files, variants):
+    for path, (act, ubatch, cache, flash) in product(files, variants):
+        settings = replace(settings, flash_attn=flash)
         progress = bars(settings.progress or sys.stderr.isatty())
         k, v = cache
         how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
         how = replace(how, fusion=settings.fusion, tensor_split=settings.tensor_split)
-        how = replace(how, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe)
+        how = replace(how, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
@@ -417,6 +448,7 @@ def _result(
         devices=settings.device or "auto",
         n_cpu_moe=engine.expert_memory.in_host,
         tensor_split=split_text(settings.tensor_split),
+        flash_attn=settings.flash_attn,
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
         n_depth=test.n_depth,

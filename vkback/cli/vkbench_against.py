@@ -103,13 +103,27 @@ def _one_test(other: Side, own: Side, how: How, number: int, test: BenchTest, pa
     )
 
 
-TOLD = ("build_commit", "tuning", "tables", "gpu_info", "driver_info", "act", "type_k", "type_v", "n_ubatch", "exact", "feed", "fusion")
+TOLD = (
+    "build_commit",
+    "tuning",
+    "tables",
+    "gpu_info",
+    "driver_info",
+    "act",
+    "type_k",
+    "type_v",
+    "n_ubatch",
+    "exact",
+    "feed",
+    "fusion",
+    "flash_attn",
+)
 """What results say of each side."""
 
 
 def _unlike(first: dict[str, Any], second: dict[str, Any]) -> dict[str, str]:
     """Settings that the sides have otherwise, as both know them."""
-    names = ("gpu_info", "act", "type_k", "type_v", "n_ubatch", "exact", "feed", "fusion")
+    names = ("gpu_info", "act", "type_k", "type_v", "n_ubatch", "exact", "feed", "fusion", "flash_attn")
     return {name: f"{first[name]} -> {second[name]}" for name in names if name in first and name in second and first[name] != second[name]}
 
 

@@ -15,7 +15,7 @@ from vkback.cli.vkbench_tests import BenchTest
 from vkback.report.bench_table import BenchResult
 
 if TYPE_CHECKING:
-    from vkback.cli.vkbench import Settings
+    from vkback.cli.vkbench import Settings, Variant
     from vkback.cluster.worker import Station, Tell
 
 
@@ -24,40 +24,39 @@ def run_test(station: Station, args: Mapping[str, Any], tell: Tell) -> dict[str,
     from vkback.cli import vkbench
     from vkback.cli.shell import load_engine, load_options, measured_read_rate
 
-    settings = vkbench.Settings(**{**args["settings"], "build": tuple(args["settings"]["build"]), "device": station.device})
+    settings = vkbench.Settings(
+        **{**args["settings"], "flash_attn": args["flash_attn"], "build": tuple(args["settings"]["build"]), "device": station.device}
+    )
     k, v = args["cache"]
     path, act = Path(args["path"]), args["act"]
     how = load_options(ctx=args["n_ctx"], act=act, ubatch=args["ubatch"], cache_type_k=k, cache_type_v=v, exact=settings.exact)
-    how = dataclasses.replace(how, fusion=settings.fusion)
+    how = dataclasses.replace(how, fusion=settings.fusion, flash_attn=bool(settings.flash_attn))
 
     def loaded(stack: ExitStack) -> tuple[Any, float | None, dict[Any, float]]:
         engine = stack.enter_context(load_engine(path, station.device or None, how))
         rate = measured_read_rate(engine.device) if settings.read_rate is None else settings.read_rate
         return engine, rate or None, {}
 
-    engine, rate, math_rates = station.kept(("vkbench", str(path), act, args["ubatch"], k, v, args["n_ctx"], args["settings"]), loaded)
+    engine, rate, math_rates = station.kept(
+        ("vkbench", str(path), act, args["ubatch"], k, v, args["n_ctx"], settings.flash_attn, args["settings"]), loaded
+    )
     test = BenchTest(**args["test"])
     engine.resize(test.n_ctx)
     return dataclasses.asdict(vkbench.measured_test(engine, test, path, act, (k, v), settings, rate, math_rates))
 
 
 def bench_by_workers(
-    where: Where,
-    journal: Path | None,
-    files: Sequence[Path],
-    variants: Sequence[tuple[str, int | None, tuple[str, str]]],
-    tests: Sequence[BenchTest],
-    settings: Settings,
+    where: Where, journal: Path | None, files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings
 ) -> list[tuple[KindResults, list[BenchResult]]]:
     """Results of each kind of device, in the order in which one device alone would give them."""
     from vkback.cluster.pull import Unit
 
     n_ctx, plain = max(t.n_ctx for t in tests), dataclasses.asdict(settings)
     units = []
-    for path, (act, ubatch, cache), test in product(files, variants, tests):
+    for path, (act, ubatch, cache, flash), test in product(files, variants, tests):
         args = {"path": str(path.absolute()), "act": act, "ubatch": ubatch, "cache": list(cache), "test": dataclasses.asdict(test)}
-        key = f"{path.name} {test.name} act {act} ubatch {ubatch} cache {cache[0]}, {cache[1]}"
-        units.append(Unit(key, "vkback.cli.vkbench_hosts:run_test", {**args, "n_ctx": n_ctx, "settings": plain}))
+        key = f"{path.name} {test.name} act {act} ubatch {ubatch} cache {cache[0]}, {cache[1]}" + f" fa {flash}" * (flash >= 0)
+        units.append(Unit(key, "vkback.cli.vkbench_hosts:run_test", {**args, "flash_attn": flash, "n_ctx": n_ctx, "settings": plain}))
     of = {name: plain[name] for name in ("repetitions", "exact", "fusion", "feed", "warmup")}
     kinds = ListedWork(units, journal_of(journal, command="vkbench", n_ctx=n_ctx, **of), "tests").run(where)
     return [(kind, [_result(kind.values[unit.key]) for unit in units]) for kind in kinds]

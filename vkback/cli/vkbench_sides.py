@@ -42,6 +42,8 @@ CHANGEABLE = {
     "-ub": "ubatch",
     "--feed": "feed",
     "--fusion": "fusion",
+    "-fa": "flash_attn",
+    "--flash-attn": "flash_attn",
     "--device": "device",
     "-dev": "device",
     "--tensor-split": "tensor_split",
@@ -72,6 +74,7 @@ class How:
     tensor_split: str = ""
     n_cpu_moe: str = ""
     """A number, or "all"."""
+    flash_attn: str = ""
 
     def options(self) -> list[str]:
         """Of vkbench."""
@@ -79,13 +82,16 @@ class How:
         found += ["-ub", self.ubatch] * bool(self.ubatch) + ["--device", self.device] * bool(self.device)
         found += ["-ts", self.tensor_split] * bool(self.tensor_split) + ["--exact"] * self.exact
         found += ["--cpu-moe"] if self.n_cpu_moe == "all" else ["--n-cpu-moe", self.n_cpu_moe] * bool(self.n_cpu_moe)
+        found += ["-fa", self.flash_attn] if self.flash_attn else []
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
     def of_llama_bench(self) -> list[str]:
         """Of llama-bench, what means the same there. Quantized values need flash attention in it."""
         found = ["-m", str(self.model)]
         if (self.type_k, self.type_v) != ("f16", "f16"):
-            found += ["-ctk", self.type_k, "-ctv", self.type_v, "-fa", "1"]
+            found += ["-ctk", self.type_k, "-ctv", self.type_v, "-fa", self.flash_attn or "1"]
+        elif self.flash_attn:
+            found += ["-fa", self.flash_attn]
         return found + (["-ub", self.ubatch] if self.ubatch else [])
 
 

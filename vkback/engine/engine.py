@@ -103,6 +103,7 @@ def lower_context(device: Device, library: ShaderLibrary, options: LoadOptions) 
         options.act,
         fragments=fragments_hold(device, library),
         row_lanes=row_lanes_found(device, library),
+        flash=options.flash_attn,
     )
     return exact_context(ctx) if options.exact is True else ctx
 

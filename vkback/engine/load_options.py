@@ -55,6 +55,7 @@ class LoadOptions:
     spec_pinned  columns of every step, so that a text has the same bits whatever is drafted; 0: the width that pays
     spec_earlier  drafts from earlier texts, too: these then have a part in how wide steps are, and so in how sums are rounded
     fusion  "all" or "none"
+    flash_attn  False: attention is nodes of its own, kq, kq_soft_max and kqv (vkback/ops/attention/unfused.py): slower, to look into it
     tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
     n_cpu_moe  layers, from the first on, whose experts lie in memory of the host (vkback/engine/expert_memory.py); None: as many as must,
             where the model is larger than what the device has free
@@ -80,6 +81,7 @@ class LoadOptions:
     spec_pinned: int = 0
     spec_earlier: bool = False
     fusion: str = "all"
+    flash_attn: bool = True
     tensor_split: tuple[float, ...] | None = None
     n_cpu_moe: int | None = None
     cpu_moe: bool = False
@@ -114,6 +116,7 @@ class LoadOptions:
             self._set("tensor_split", _shares(self.tensor_split))
         checks.choice("act", self.act, ACTS)
         checks.choice("fusion", self.fusion, FUSIONS)
+        self._set("flash_attn", checks.flag("flash_attn", self.flash_attn))
         if self.repack is not None:
             checks.choice("repack", self.repack, REPACKS)
         if not isinstance(self.exact, str):

@@ -42,6 +42,7 @@ class LowerContext:
     beyond_f16  names of weights that f16 cannot hold: no kernel that makes f16 of weights takes them
     coarse      names of weights whose quantization step is too large for kernels that decode by way of subnormal f16
     exact  a token's values have the same bits however many tokens go through at once (vkback/plan/exact.py)
+    flash  False: attention is nodes of its own, kq, kq_soft_max and kqv (vkback/ops/attention/unfused.py)
     """
 
     caps: Capabilities
@@ -54,6 +55,7 @@ class LowerContext:
     beyond_f16: frozenset[str] = frozenset()
     coarse: frozenset[str] = frozenset()
     exact: bool = False
+    flash: bool = True
 
     def f16_scale(self, packed: Tensor) -> float:
         """What the values of an F16 tensor are multiplied by."""

@@ -15,7 +15,7 @@ from vkback.report.pasted import SIDES, columns_of, pasted_tables
 from vkback.report.result_table import ReportError
 from vkback.report.settings import test_names, texts, unlike
 
-VARYING = ("act", "exact", "feed", "fusion", "n_ubatch", "type_k", "type_v")
+VARYING = ("act", "exact", "feed", "flash_attn", "fusion", "n_ubatch", "type_k", "type_v")
 """Settings that tell series apart, shown with the test where they are not what most results have."""
 
 

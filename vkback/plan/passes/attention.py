@@ -8,12 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vkback.graph import Node, Tensor
+from vkback.ops.attention import unfused
 from vkback.ops.attention.paged import paged_inputs
 from vkback.ops.matmul.linear_heads import heads_problem
 from vkback.ops.rope import angles as rope_angles
 from vkback.ops.view import View
 from vkback.plan.nodes import Index, Nodes, replace, tokens_of
 from vkback.plan.passes.linear import combine
+
+
+def without_flash(nodes: Nodes) -> Nodes:
+    """Attention as nodes of its own: kq, kq_soft_max, kqv."""
+    return [part for node in nodes for part in (unfused.without_flash(node) if node.op == "FLASH_ATTN_EXT" else [node])]
 
 
 def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> Nodes:

@@ -9,7 +9,7 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
 from vkback.plan.passes.altup import fuse_altup, fuse_altup_routers
-from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention
+from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention, without_flash
 from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.linear import (
     as_linear,
@@ -37,6 +37,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     level  "all"; "none": only views are resolved, each op runs by itself (the form that fused runs are compared with)
     """
     nodes = resolve_views(graph.nodes)
+    if not ctx.flash:
+        nodes = without_flash(nodes)
     outputs = [t.name for t in graph.outputs]
     if level == "none":
         return choose_kernels(nodes, ctx)
