@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -15,6 +16,21 @@ class VkbackError(Exception):
 
 class ModelError(VkbackError):
     """A call that a model cannot carry out: it is closed, in use by another thread, or was given what it cannot act on."""
+
+
+def nearest(name: str, known: Iterable[str], most: int = 5) -> str:
+    """Of many names those that are most like it: with the same words in them first, then by spelling."""
+
+    def words(text: str) -> set[str]:
+        return set(re.split(r"[^a-z0-9]+", text.lower())) - {""}
+
+    asked = words(name)
+
+    def likeness(other: str) -> tuple[int, float]:
+        shared = sum(any(word in own for own in words(other)) for word in asked)
+        return shared, difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+
+    return ", ".join(sorted(known, key=likeness, reverse=True)[:most])
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

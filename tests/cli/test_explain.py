@@ -162,7 +162,7 @@ def test_what_the_line_of_a_case_says_of_path_and_tables_holds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("NOPE(m=1)",), "NOPE: no such op. Did you mean ROPE? Known are "),
+        (("NOPE(m=1)",), "NOPE: no such op; of "),
         (("ROPE(m=1)",), "ROPE: no parameter is called m; known are mode, ne, n_dims, pos, ff, seed, freq_base, "),
         (("MUL_MAT(type_a=q4_K,m=1)",), "MUL_MAT: parameter k is missing"),
         (("MUL_MAT(type_a=q4_K,m=1,k=256)", "--device", "0", "--profile", "x"), "--device and --profile exclude each other"),

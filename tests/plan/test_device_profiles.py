@@ -112,8 +112,17 @@ def test_software_and_mesa_devices_get_their_vendor() -> None:
 
 
 def test_profile_errors_name_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"no profile 'gpu_of_nobody'\. There are: amd_radeon_8060s_radv, "):
+    with pytest.raises(DeviceError, match=r"no profile 'gpu_of_nobody'; expected a file, or a recorded device\. Of \d+ the nearest are "):
         Capabilities.from_profile("gpu_of_nobody")
+    for asked, found in (
+        ("h200", "nvidia_h200_linux"),
+        ("nvidia_h201_linux", "nvidia_h200_linux"),
+        ("RTX 3090", "nvidia_rtx_3090_partial"),
+    ):
+        with pytest.raises(DeviceError) as error:
+            Capabilities.from_profile(asked)
+        named = str(error.value).partition("nearest are ")[2].partition(";")[0].split(", ")
+        assert len(named) == 5 and found in named[:2], "all 46 would hide the one that was meant"
     (tmp_path / "old.json").write_text('{"schema": 0}')
     with pytest.raises(DeviceError, match=r"old\.json: schema 0, expected 1"):
         Capabilities.from_profile(tmp_path / "old.json")

@@ -130,7 +130,7 @@ def test_a_line_that_makes_no_case_says_why(line: str, message: str) -> None:
 
 
 def test_unknown_op_names_the_known() -> None:
-    with pytest.raises(CaseLineError, match=r"^XYZ: no such op\. Known are ABS, ACC, ADD, "):
+    with pytest.raises(CaseLineError, match=r"^XYZ: no such op; of \d+ the nearest are "):
         find_case("XYZ(m=1)")
 
 

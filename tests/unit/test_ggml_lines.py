@@ -110,7 +110,7 @@ def test_every_key_changes_the_case_or_is_refused() -> None:
 )
 def test_what_cannot_run_is_not_supported(line: str, why: str | None) -> None:
     if why is None:
-        with pytest.raises(CaseLineError, match=r"^OUT_PROD_OF_NOBODY: no such op\. Known are ABS, "):
+        with pytest.raises(CaseLineError, match=r"^OUT_PROD_OF_NOBODY: no such op; of \d+ the nearest are OUT_PROD, "):
             find_case(line)
         return
     (result,) = support_of([find_case(line)], H200)
@@ -157,7 +157,7 @@ def test_lines_that_make_no_case_are_named_with_their_place() -> None:
         cases_of(text, "log.txt")
     first, second = str(e.value).splitlines()
     assert first == "log.txt:3: ne_a=[0]: expected one to four sizes above 0, the fastest axis first"
-    assert second.startswith("log.txt:4: NOPE: no such op. Did you mean ROPE? Known are ")
+    assert second.startswith("log.txt:4: NOPE: no such op; of ")
     with pytest.raises(CaseLineError, match=r"^log\.txt: no case in it"):
         cases_of("nothing", "log.txt")
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from vkback.api.errors import ModelError
-from vkback.errors import did_you_mean
+from vkback.errors import nearest
 from vkback.graph import Tensor
 from vkback.ops.op import OPS, Op
 
@@ -16,8 +16,10 @@ def op_called(name: str) -> Op:
     """Raises ModelError that lists the ops there are."""
     found = OPS.get(name) if isinstance(name, str) else None
     if found is None:
-        near = did_you_mean(name, OPS) if isinstance(name, str) else ""
-        raise ModelError(f"[device] no op is called {name}.{near} There are {', '.join(sorted(OPS))}")
+        raise ModelError(
+            f"[device] no op is called {name}; of {len(OPS)} the nearest are {nearest(str(name), OPS)}. "
+            "`vkback test-ops --list-ops` shows all"
+        )
     return found
 
 

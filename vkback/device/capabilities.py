@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vkback.device.errors import DeviceError, UnknownDevice
-from vkback.errors import did_you_mean
+from vkback.errors import nearest
 
 PROFILE_DIR = Path(__file__).resolve().parent / "profiles"
 
@@ -204,8 +204,10 @@ class Capabilities:
             file = PROFILE_DIR / f"{file.name}.json"
         if not file.exists():
             known = profile_ids()
-            near = did_you_mean(str(path), known)
-            raise UnknownDevice(f"[capabilities] no profile {str(path)!r}.{near} There are: {', '.join(known)}")
+            raise UnknownDevice(
+                f"[capabilities] no profile {str(path)!r}; expected a file, or a recorded device. Of {len(known)} the nearest are "
+                f"{nearest(file.stem, known)}; docs/device_profiles.md lists all"
+            )
         try:
             profile = json.loads(file.read_text(encoding="utf-8"))
         except OSError as e:

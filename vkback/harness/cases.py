@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 import vkback.ops  # noqa: F401  registers every op
-from vkback.errors import did_you_mean
+from vkback.errors import nearest
 from vkback.ops.case import Case, Problem
 from vkback.ops.case_line import NO_CASE, CaseLineError, parse_line
 from vkback.ops.family import FAMILIES
@@ -107,7 +107,7 @@ def make_case(op: str, params: Mapping[str, Any]) -> Case:
     if op not in OPS:
         if op in ABSENT:
             return unsupported(op, params, f"[{op}] this project has no such op")
-        raise CaseLineError(f"{op}: no such op.{did_you_mean(op, OPS)} Known are {', '.join(sorted(OPS))}")
+        raise CaseLineError(f"{op}: no such op; of {len(OPS)} the nearest are {nearest(op, OPS)}. --list-ops shows all")
     try:
         case = OPS[op].case({k: v for k, v in params.items() if k not in CONDITIONS})
     except PlanError as e:

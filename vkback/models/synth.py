@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 
 from vkback import quants
-from vkback.errors import VkbackError, did_you_mean
+from vkback.errors import VkbackError, did_you_mean, nearest
 from vkback.gguf.file import DEFAULT_ALIGNMENT, GgufFile, tensor_bytes
 from vkback.gguf.hparams import NO_TEXT_VOCABULARY, RMS_EPS
 from vkback.models import eagle3
@@ -230,7 +230,8 @@ def _split(name: str) -> tuple[str, str]:
             raise UnknownShape(said)
         near = did_you_mean(name, [*synthetic_names(), *head_names()])
         raise UnknownShape(
-            f"[synth] no model is called {name!r}.{near} Names are a shape ({', '.join(SHAPES)}), a dash and a type ({', '.join(types)})"
+            f"[synth] no model is called {name!r}.{near} Names are a shape, a dash and a type: of "
+            f"{len(SHAPES)} shapes the nearest are {nearest(shape or name, SHAPES)} (docs/models.md has all), types are {', '.join(types)}"
         )
     return shape, type
 
