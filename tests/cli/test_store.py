@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from bench_samples import LLAMA_8B
@@ -464,6 +465,40 @@ def test_the_published_tables_come_out_of_their_text(monkeypatch: pytest.MonkeyP
     assert (rocm["ROCm_ts"], rocm["before_ts"], rocm["after_ts"]) == (63.49, 71.4, 83.84)
 
 
+def p_by_hand(before: tuple[float, float], after: tuple[float, float], n: int) -> float:
+    """Of Welch's t-test on means and deviations of n samples each: Student's density summed up."""
+    variances = [deviation**2 / n for _, deviation in (before, after)]
+    freedom = sum(variances) ** 2 / sum(v**2 / (n - 1) for v in variances)
+    t = np.linspace(0.0, 400.0, 400_001)
+    density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
+    reached = np.cumsum(density) - (density[0] + density) / 2
+    return float(1 - np.interp(abs(after[0] - before[0]) / sum(variances) ** 0.5, t, reached / reached[-1]))
+
+
+def test_the_whole_thread_as_pasted_is_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine tables of both speeds, runs of two cards before and after, and some models again, five times each: twelve tables. Each verdict
+    of a row with samples is that of a t-test."""
+    path = tmp_path / "thread.txt"
+    parts = [(DATA / name).read_text(encoding="utf-8") for name in ("before_after_runs.txt", "before_after_tables.txt")]
+    path.write_text("\n".join(parts), encoding="utf-8")
+    md = printed(monkeypatch, capsys, "compare-bench", str(path), "-r", "5", "-o", "md").splitlines()
+    cards = ["NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 4070", "NVIDIA GeForce RTX 5090, table 2"]
+    titles = [line[3:] for line in md if line.startswith("## ")]
+    assert titles[:3] == cards and [title.partition(", table")[0] for title in titles[3:]] == [device for device, _ in published()]
+    records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(path), "-r", "5", "--json"))
+    assert [sum(r["device"] == card for r in records) for card in cards] == [15, 13, 4] and len(records) == 110 + 32
+    again = [r for r in records if r["device"] == cards[2]]
+    assert [r["beats_noise"] for r in again] == [True, False, False, False], "as the author says: gpt-oss alone is real"
+    for r in records:
+        if r["device"] == cards[2] or 0.0 in (r["before_stddev_ts"], r["after_stddev_ts"]):
+            continue
+        before, after = ((r[f"{side}_ts"], r[f"{side}_stddev_ts"]) for side in ("before", "after"))
+        p = p_by_hand(before, after, 10 if r["device"] in cards else 5)
+        assert r["beats_noise"] == (p < 0.01) and float(r["reason"].removeprefix("p = ")) == pytest.approx(p, rel=0.06, abs=1e-5), r
+
+
 def test_history_reads_a_pasted_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "thread.txt"
     path.write_text(PASTED, encoding="utf-8")
@@ -473,8 +508,8 @@ def test_history_reads_a_pasted_thread(tmp_path: Path, monkeypatch: pytest.Monke
         ("NVIDIA GeForce RTX 4070", "gpt-oss 20B MXFP4 MoE", "after", 41.86, 10, True),
         ("NVIDIA GeForce RTX 4070", "llama 3B Q8_0", "5d8bb900b", 125.48, 10, None),
         ("NVIDIA GeForce RTX 4070", "llama 3B Q8_0", "after", 125.95, 10, False),
-        ("Intel A770", "llama 8B Q2_K - Medium", "before", 29.9, 10, None),
-        ("Intel A770", "llama 8B Q2_K - Medium", "after", 44.53, 10, True),
+        ("Intel A770", "llama 8B Q2_K - Medium", "before", 29.9, None, None),
+        ("Intel A770", "llama 8B Q2_K - Medium", "after", 44.53, None, True),
     ]
     assert "+48.9% *" in printed(monkeypatch, capsys, "history", str(path), "--device", "A770")
     published_ones = json.loads(printed(monkeypatch, capsys, "history", str(DATA / "before_after_tables.txt"), "-r", "5", "--json"))

@@ -48,6 +48,7 @@ def pasted_tables(text: str) -> list[PastedTable]:
     found: list[PastedTable] = []
     device = heading = side = ""
     repetitions: int | None = None
+    tables_before = 0
     block, names, rows = 0, [""], list[dict[str, str]]()
     build: tuple[str, str] | None = None
 
@@ -72,12 +73,14 @@ def pasted_tables(text: str) -> list[PastedTable]:
                 device = named["name"]
             elif _COMMAND.search(line):
                 given = _REPETITIONS.search(line)
-                repetitions = int(given[1]) if given else USUAL_REPETITIONS
+                repetitions, tables_before = int(given[1]) if given else USUAL_REPETITIONS, len(found)
                 device = ""
             elif made := _BUILD.match(line):
                 found[-1:] = [_with_build(table, made) for table in found[-1:]]
             elif len(line) <= 80:
                 heading, device = line.strip("#*_: `").strip(), ""
+                if len(found) > tables_before:  # those of a command whose table has come are not those of what follows a heading
+                    repetitions = None
     end()
     return found
 
