@@ -193,8 +193,8 @@ def test_a_command_line_of_llama_batched_bench_runs_as_it_is(
     line = "batch -m demo-dense -c 2048 -b 2048 -ub 512 -npp 8 -ntg 8 -npl 1,2 -ngl 99 -fa 1 --output-format jsonl -r 1"
     assert call(monkeypatch, vkbench.main, *line.split()) == 0
     out, err = capsys.readouterr()
-    assert [json.loads(text)["n_kv_max"] for text in out.splitlines()] == [2048, 2048]
-    assert err == "vkbench: -b, -ngl, -fa mean nothing here\n"
+    assert [(r["n_kv_max"], r["flash_attn"]) for r in map(json.loads, out.splitlines())] == [(2048, 1)] * 2
+    assert err == "vkbench: -b, -ngl mean nothing here\n"
 
 
 @pytest.mark.parametrize(

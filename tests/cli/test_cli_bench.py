@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_kit import FakeEngine, call
@@ -14,6 +15,7 @@ from vkback.cli import vkbench
 from vkback.cli.shell import UsageError
 from vkback.cli.vkbench_run import WARMUP_TOKENS, measure
 from vkback.cli.vkbench_tests import BenchTest, parse_name, parse_values, plan_tests
+from vkback.engine.load_options import LoadOptions
 from vkback.errors import VkbackError
 
 # --- what is to be measured
@@ -160,8 +162,13 @@ def test_attention_as_nodes_of_its_own_by_llama_bench_s_option(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loads: list[bool] = []
-    load = vkbench.load_engine
-    monkeypatch.setattr(vkbench, "load_engine", lambda path, device, how: loads.append(how.flash_attn) or load(path, device, how))
+    load: Callable[..., Any] = vars(vkbench)["load_engine"]
+
+    def noted(path: Path, device: str | None, how: LoadOptions) -> Any:
+        loads.append(how.flash_attn)
+        return load(path, device, how)
+
+    monkeypatch.setattr(vkbench, "load_engine", noted)
     assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -p 0 -r 1 -fa 0,1 -o json")) == 0
     assert [r["flash_attn"] for r in json.loads(capsys.readouterr().out)] == [0, 1] and loads == [False, True]
     assert call(monkeypatch, vkbench.main, *shlex.split("-m demo-dense -n 4 -p 0 -r 1 --flash-attn off")) == 0
