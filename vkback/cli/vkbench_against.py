@@ -17,7 +17,7 @@ from vkback.report import compare as report
 from vkback.report import tables
 from vkback.report.bench_table import deviation
 from vkback.report.pairs import FALSE_ALARM, in_turn, least_pairs, paired_verdict
-from vkback.units import params_text, size_text
+from vkback.units import params_text, size_text, with_size
 
 FORMATS = ("md", "csv", "json", "html")
 
@@ -79,7 +79,7 @@ def _one_test(other: Side, own: Side, how: How, number: int, test: BenchTest, pa
     before, after = (report.Speed(sum(each) / len(each), deviation(each), len(each)) for each in speeds)
     first, second = records
     return report.Difference(
-        model=str(second["model_type"]),
+        model=with_size(str(second["model_type"]), second["model_n_params"]),
         size=size_text(second["model_size"]),
         params=params_text(second["model_n_params"]),
         backend=str(second["backends"]),

@@ -17,8 +17,7 @@ from vkback.models.eagle3 import Eagle3Head
 from vkback.models.keys import COMMON, MTP, POOLING, unread_keys
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors
 from vkback.models.texts import CLASSIFIER, Pooling, Texts, ranks, rows_of, stated_pooling
-
-UNKNOWN_SIZE = "?B"
+from vkback.units import UNKNOWN_SIZE
 
 
 class Architecture(ABC):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from vkback.gguf.file import MAX_QUOTED, GgufFile
 from vkback.gguf.hparams import Metadata
-from vkback.models.architecture import ARCHITECTURES, UNKNOWN_SIZE
-from vkback.units import params_text
+from vkback.models.architecture import ARCHITECTURES
+from vkback.units import UNKNOWN_SIZE, params_text, with_size
 
 if TYPE_CHECKING:
     from gguf import LlamaFileType
@@ -74,7 +74,7 @@ def model_description(f: GgufFile) -> str:
 
 def model_heading(f: GgufFile) -> str:
     """The same for people: where llama-bench's label has no size class, the number of parameters, as `llama 122.61B Q4_K - Medium`."""
-    return model_description(f).replace(UNKNOWN_SIZE, params_text(f.n_params).replace(" ", ""), 1)
+    return with_size(model_description(f), f.n_params)
 
 
 def model_title(f: GgufFile) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import vkback.report.bench_table as bench
 from vkback.report.markdown import Column
 from vkback.report.result_table import ResultTable
+from vkback.units import with_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,4 +177,4 @@ BATCH = ResultTable("llama_batched_bench", COLUMNS, (_PROBE, replace(_PROBE, n_d
 def settings_line(result: BatchResult) -> str:
     """The model, and what llama-batched-bench says above its table."""
     names = ("n_kv_max", "n_batch", "n_ubatch", "flash_attn", "is_pp_shared", "n_gpu_layers", "n_threads", "n_threads_batch")
-    return f"{result.model_type}: " + ", ".join(f"{name} = {getattr(result, name)}" for name in names)
+    return f"{with_size(result.model_type, result.model_n_params)}: " + ", ".join(f"{name} = {getattr(result, name)}" for name in names)

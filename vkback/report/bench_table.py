@@ -15,7 +15,7 @@ from typing import Any
 
 from vkback.report.markdown import Column
 from vkback.report.result_table import ResultTable
-from vkback.units import params_text, size_text
+from vkback.units import params_text, size_text, with_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 COLUMNS: dict[str, tuple[Column, Callable[[BenchResult], str]]] = {
-    "model": (Column("model", 30, left=True), lambda r: r.model_type),
+    "model": (Column("model", 30, left=True), lambda r: with_size(r.model_type, r.model_n_params)),
     "size": (Column("size", 10), lambda r: size_text(r.model_size)),
     "params": (Column("params", 10), lambda r: params_text(r.model_n_params)),
     "backend": (Column("backend", 10, left=True), lambda r: r.backends),

@@ -17,6 +17,7 @@ import pandas as pd
 from vkback.device import Capabilities, DeviceError
 from vkback.paths import home_dir
 from vkback.report.result_table import ReportError
+from vkback.units import with_size
 
 SUBMIT_FORMAT = 1
 
@@ -94,7 +95,7 @@ def cards(files: Sequence[Path]) -> pd.DataFrame:
                 (
                     found["device"]["name"],
                     row["driver_info"],
-                    row["model_type"],
+                    with_size(row["model_type"], row["model_n_params"]) if "model_n_params" in row else row["model_type"],
                     row["test"],
                     f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}",
                     "" if per_watt is None else f"{per_watt:.3g}",

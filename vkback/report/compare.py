@@ -31,7 +31,7 @@ from vkback.report.pasted import PastedTable, pairs_of, pasted_tables
 from vkback.report.result_table import NotAResult, ReportError
 from vkback.report.settings import test_names, texts, unlike
 from vkback.report.store import Store, is_store
-from vkback.units import params_text, size_text
+from vkback.units import params_text, size_text, with_size
 
 SIGNIFICANCE = 0.01
 """A difference beats the noise when chance alone would show one as large less often than this. Tables have tens of rows, so 0.05 would
@@ -315,7 +315,13 @@ def _typed(rows: pd.DataFrame) -> pd.DataFrame:
     for names, number_of in ((INTEGERS, int), (("avg_ts", "stddev_ts"), float)):
         for name in filter(rows.columns.__contains__, names):
             rows[name] = pd.Series([number_of(v) if k else v for v, k in zip(rows[name], known[name], strict=True)], dtype=object)
-    return rows
+    return with_sizes(rows)
+
+
+def with_sizes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows whose models are called by their number of parameters where llama-bench says `?B`, as tables of vkbench have it."""
+    named = [with_size(str(name), int(n)) for name, n in zip(rows["model_type"], rows["model_n_params"], strict=True)]
+    return rows.assign(model_type=pd.Series(named, rows.index, dtype=object))
 
 
 def compare(

@@ -10,7 +10,7 @@ import pandas as pd
 
 from vkback.report import compare_ops, tables
 from vkback.report.bench_table import speed_text
-from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, frame_of, pooled
+from vkback.report.compare import NOISE_LEGEND, Change, Speed, change_between, frame_of, pooled, with_sizes
 from vkback.report.pasted import SIDES, columns_of, pasted_tables
 from vkback.report.result_table import ReportError
 from vkback.report.settings import test_names, texts, unlike
@@ -46,6 +46,7 @@ def of_bench(rows: pd.DataFrame) -> list[Point]:
     """Points of benchmark results, series by series in the order of their first results, builds in the order of theirs."""
     if rows.empty:
         return []
+    rows = with_sizes(rows)
     names = test_names(rows)
     by = [pd.Series(names, rows.index)]
     by += [texts(rows, name) for name in ("gpu_info", "driver_info", "model_type", "build_commit", "tuning", *VARYING)]

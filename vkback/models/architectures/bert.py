@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 from vkback.gguf.file import GgufError, GgufFile
 from vkback.gguf.hparams import LAYER_EPS, Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import encoder_layer, feed_forward_plain, layer_norm, qkv_cuts
 from vkback.models.builder import GraphBuilder
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, plain_feed_forward_tensors, with_biases
+from vkback.units import UNKNOWN_SIZE
 
 SEGMENTS = "segments"
 """Input I32 [n]: which of two texts that are read as one a token is of."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import experts_by_sigmoid, feed_forward, pre_norm_layer, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS, MTP
@@ -28,6 +28,7 @@ from vkback.models.shape import (
     shared_expert_tensors,
     with_biases,
 )
+from vkback.units import UNKNOWN_SIZE
 
 AIR: dict[str, Any] = {"expert_shared_count": 1, "expert_weights_scale": 1.0, "expert_weights_norm": True, "leading_dense_block_count": 1}
 

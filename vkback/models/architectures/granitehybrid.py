@@ -13,13 +13,14 @@ from typing import ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, register
+from vkback.models.architecture import register
 from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm, shared_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.mamba import SSM, mamba2, recurrence, recurrence_tensors
 from vkback.models.scaled import SCALES, Scaled
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
+from vkback.units import UNKNOWN_SIZE
 
 SIZES = {768: "350M", 2048: "3B", 2560: "3B", 4096: "32B.A9B"}
 """By embedding width; 1536 is "1B", with experts 512 wide "7B.A1B"."""

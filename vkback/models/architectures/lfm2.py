@@ -13,11 +13,12 @@ from typing import ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, feed_forward, feed_forward_norm, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
 from vkback.models.short_conv import TAPS, short_conv, short_conv_tensors
+from vkback.units import UNKNOWN_SIZE
 
 WINDOW = "attention.sliding_window"
 

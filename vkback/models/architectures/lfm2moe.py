@@ -12,13 +12,14 @@ from typing import ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, register
+from vkback.models.architecture import register
 from vkback.models.architectures.lfm2 import Lfm2
 from vkback.models.blocks import experts_by_sigmoid, feed_forward
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, expert_tensors, feed_forward_tensors
 from vkback.models.short_conv import TAPS
+from vkback.units import UNKNOWN_SIZE
 
 DENSE = "leading_dense_block_count"
 

@@ -10,11 +10,12 @@ from typing import ClassVar
 
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import experts, feed_forward, pre_norm_layer
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape
+from vkback.units import UNKNOWN_SIZE
 
 MIXTRAL_SIZES = {32: "8x7B", 56: "8x22B"}
 

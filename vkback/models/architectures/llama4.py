@@ -16,12 +16,13 @@ import numpy as np
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Heads, Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, experts, feed_forward, feed_forward_norm, rms_norm, separate_qkv, shared_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.keys import EXPERTS
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, expert_tensors, feed_forward_tensors, shared_expert_tensors
 from vkback.models.temperature import TEMPERATURE_LENGTH, TEMPERATURE_SCALE, TEMPERATURES, tempered, with_temperatures
+from vkback.units import UNKNOWN_SIZE
 
 STEP = "interleave_moe_layer_step"
 PERIOD = 4

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.mamba import SSM, mamba2, recurrence, recurrence_tensors
 from vkback.models.shape import ModelShape, Tensors
+from vkback.units import UNKNOWN_SIZE
 
 SIZES = {(24, 768): "0.1B", (48, 1024): "0.4B", (48, 1536): "0.8B", (48, 2048): "1.5B", (64, 2560): "3B", (64, 4096): "7B"}
 """By layers and width."""

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, Architecture, register
+from vkback.models.architecture import Architecture, register
 from vkback.models.blocks import attention, attention_norm, feed_forward, rms_norm
 from vkback.models.builder import GraphBuilder
 from vkback.models.delta_net import KEYS, delta_net, delta_net_sizes, delta_net_tensors, recurrent_layers
 from vkback.models.keys import MTP, SECTIONS
 from vkback.models.mtp import first_tensor
 from vkback.models.shape import ModelShape, Tensors, attention_tensors, feed_forward_tensors, qk_norm_tensors
+from vkback.units import UNKNOWN_SIZE
 
 PUBLISHED: dict[str, Any] = {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, SECTIONS: (11, 11, 10, 0)}
 """Beside the heads of v."""

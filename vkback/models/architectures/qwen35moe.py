@@ -10,13 +10,14 @@ from typing import ClassVar
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
 from vkback.graph import Tensor
-from vkback.models.architecture import UNKNOWN_SIZE, register
+from vkback.models.architecture import register
 from vkback.models.architectures.qwen35 import PUBLISHED, TINY, Qwen35
 from vkback.models.blocks import experts, gated_shared_expert
 from vkback.models.builder import GraphBuilder
 from vkback.models.delta_net import KEYS
 from vkback.models.keys import EXPERTS, MTP, SECTIONS
 from vkback.models.shape import ModelShape, Tensors, expert_tensors, shared_expert_tensors
+from vkback.units import UNKNOWN_SIZE
 
 SHARED = "expert_shared_feed_forward_length"
 

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 from vkback.gguf.file import GgufFile
 from vkback.gguf.hparams import Metadata
-from vkback.models.architecture import UNKNOWN_SIZE, register
+from vkback.models.architecture import register
 from vkback.models.architectures.qwen3 import Qwen3
 from vkback.models.keys import SECTIONS
 from vkback.models.shape import ModelShape
+from vkback.units import UNKNOWN_SIZE
 
 
 @register
