@@ -126,7 +126,9 @@ def test_llama_bench_in_path_runs_the_same_file(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="scripts begin with #!")
-def test_a_commit_is_taken_before_a_program_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_taken_before_a_program_or_a_folder_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """libwww-perl installs /usr/bin/HEAD."""
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
@@ -140,6 +142,17 @@ def test_a_commit_is_taken_before_a_program_of_its_name(tmp_path: Path, monkeypa
         assert side.name == f"build of HEAD in {vkbench_sides.commit_of('HEAD')[:9]}"
     with other_side(str(path), HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
         assert side.run(0, False)["build_commit"] == "abc", "a program by its path"
+    (tmp_path / "HEAD").unlink()
+    (tmp_path / "HEAD" / "vkback").mkdir(parents=True)
+    (tmp_path / "HEAD" / "vkback" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    commit = vkbench_sides.commit_of("HEAD")
+    with other_side("HEAD", HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
+        assert side.name == f"build of HEAD in {commit[:9]}"
+    assert capsys.readouterr().err == f"vkback: HEAD is the commit {commit[:9]}; the folder is ./HEAD\n"
+    with other_side("./HEAD", HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
+        assert side.name == "build of ./HEAD in HEAD"
+    assert capsys.readouterr().err == ""
     program(tmp_path, ANSWER, "of-mine")
     with other_side("of-mine", HOW, TG8, FakeSide("this")) as side:  # type: ignore[arg-type]
         assert side.run(0, False)["build_commit"] == "abc", "no commit is called so"

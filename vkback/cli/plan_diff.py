@@ -13,7 +13,7 @@ from typing import Any
 import vkback
 from vkback.cli.shell import UsageError
 from vkback.cli.terminal import StatusLine, fit
-from vkback.cli.vkbench_sides import ROOT, checkout, commit_of, run_build
+from vkback.cli.vkbench_sides import ROOT, checkout, commit_by_name, run_build
 from vkback.errors import VkbackError
 from vkback.ops.family import table_word
 
@@ -93,6 +93,8 @@ def side(name: str, common: Mapping[str, Any], stack: ExitStack) -> Side:
     path = Path(name)
     if name in THIS:
         return Side(name, ROOT, common, {})
+    if commit := commit_by_name(name):
+        return Side(name, stack.enter_context(checkout(commit)), common, {})
     if path.is_dir() and (path / "vkback" / "__init__.py").is_file():
         return Side(name, path.absolute(), common, {})
     if path.is_dir() and (path / "default.toml").is_file():
@@ -106,8 +108,6 @@ def side(name: str, common: Mapping[str, Any], stack: ExitStack) -> Side:
 
         override_rows(name)
         return Side(name, ROOT, {**common, "overrides": name}, {})
-    if commit := commit_of(name):
-        return Side(name, stack.enter_context(checkout(commit)), common, {})
     raise UsageError(
         f"--diff {name}: expected 'this', a folder with a build, a commit of this checkout, tuning tables (a folder or FILE.toml), "
         "overrides as 'gemv : wg=512', or the name of a recorded device"

@@ -269,6 +269,8 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
         side: Side
         if against.startswith("-"):
             side = own_side(changed(how, words, against), tests, against)
+        elif commit := commit_by_name(against):
+            side = _build(stack.enter_context(checkout(commit)), against, how, tests)
         elif path.is_dir() and (path / "vkback" / "__init__.py").is_file():
             side = _build(path.absolute(), against, how, tests)
         elif path.is_dir():
@@ -277,8 +279,6 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vkbench-")))
             shutil.copyfile(path, folder / own.hello["table"])
             side = own_side(how, tests, against, {"VKBACK_TUNING": str(folder)})
-        elif commit := commit_of(against):  # before a program: PATH may have one that is called HEAD
-            side = _build(stack.enter_context(checkout(commit)), against, how, tests)
         elif words and (program := _program(words[0])):
             options = how.of_llama_bench()
             side = Started(against, [program, *words[1:]], tests, lambda t: [*options, *sizes(t), "-r", str(REPETITIONS), "-o", "json"])
@@ -379,6 +379,20 @@ def commit_of(text: str) -> str:
         errors="replace",
     )
     return ran.stdout.strip() if ran.returncode == 0 else ""
+
+
+def commit_by_name(text: str) -> str:
+    """The hash of a commit of this checkout that a word names; "" where it is none. A word without / is a commit before it is a folder, a
+    file or a program (PATH may have one that is called HEAD): these are then ./NAME, as stderr says where there is one. Where a ref has
+    a /, as origin/main, a folder or file of that name comes first."""
+    path = Path(text)
+    bare = text == path.name
+    if not bare and path.exists():
+        return ""
+    commit = commit_of(text)
+    if commit and path.exists():
+        print(f"vkback: {text} is the commit {commit[:9]}; the {'folder' if path.is_dir() else 'file'} is ./{text}", file=sys.stderr)
+    return commit
 
 
 @contextmanager
