@@ -212,6 +212,15 @@ def test_the_page_holds_its_figures_once(made: Profile) -> None:
     assert norm[1] is None and strings[norm[6]] == "gemv:ffn.down:L0", "fused into the kernel that came last"
 
 
+def test_the_page_s_tree_has_the_digits_that_were_measured(made: Profile) -> None:
+    """11694.000 ms stood where the text said 11693.529."""
+    (phase,) = made.phases
+    slow = replace(phase, kernels=tuple(replace(k, gpu_us=11_693_529.4 / len(phase.kernels)) for k in phase.kernels))
+    held = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(replace(made, phases=(slow,))))
+    assert held is not None and json.loads(held[1])["phases"][0]["tree"][2] == 11_693_529.0
+    assert "11693.529ms" in "\n".join(text.tree(slow.tree("llama")))
+
+
 def test_numbers_of_circles_do_not_cover_each_other() -> None:
     found = _numbers([(100.0, 100.0, 9.0)] * 5 + [(300.0, 100.0, 4.0)])
     assert found[0] == (100.0, 100.0) and found[5] == (300.0, 100.0)

@@ -214,8 +214,8 @@ def _json(values: dict[str, Any]) -> str:
 
 
 def _short(us: float) -> float:
-    """Five digits, which no eye tells from all."""
-    return float(f"{us:.5g}")
+    """Five digits, which no eye tells from all; of more than 0.1 s whole microseconds, which the tree prints."""
+    return float(f"{us:.5g}") if abs(us) < 1e5 else float(round(us))
 
 
 def _module(m: Module, place: Callable[[str], int]) -> list[Any]:
