@@ -1,10 +1,11 @@
-"""What a step with the drafts of an MTP block costs, at made acceptance: models of random weights with such a block.
+"""What a step with the drafts of an MTP block or an EAGLE-3 head costs, at made acceptance: models of random weights with such.
 
     python bench/mtp_block.py FOLDER [SHAPE-TYPE ...]
 
-SHAPE: dense-8b (llama 8B, but for the pairs that RoPE turns, in a file of glm4moe), or a shape of `vkback synth` with attention in block
-LIKE, whose weights the block has a copy of. The block drafts in each step; what counts as right is made by a first run of the same text, as
-`vkbench spec` does. So a step costs what it costs, and makes as many tokens as it is said to make.
+SHAPE: with -eagle3 behind it, as llama-8b-eagle3, a model of `vkback synth` with its head beside it. Else one with a block: dense-8b (llama
+8B, but for the pairs that RoPE turns, in a file of glm4moe), or a shape of `vkback synth` with attention in block LIKE, whose weights the
+block has a copy of. Block or head drafts in each step; what counts as right is made by a first run of the same text, as `vkbench spec`
+does. So a step costs what it costs, and makes as many tokens as it is said to make. Plain steps keep what block or head need, too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,18 @@ def write(name: str, path: Path) -> None:
         synth.synthesize(f"{tiny}with-block-{type}", path)
 
 
+def made(name: str, folder: Path) -> tuple[list[Path], LoadOptions]:
+    """Files of a model and what drafts for it, and how they are loaded."""
+    path, how = folder / f"{name}.gguf", LoadOptions(ctx=512, spec_type="draft-mtp", spec_pinned=4)
+    if f"{synth.HEAD}-" not in name:
+        write(name, path)
+        return [path], how
+    head = folder / f"{name}-head.gguf"
+    synth.synthesize(name.replace(f"{synth.HEAD}-", "-"), path)
+    synth.synthesize(name, head)
+    return [path, head], replace(how, spec_type="draft-eagle3", model_draft=head)
+
+
 def rate(engine: Engine, prompt: Sequence[int], drafts: Drafts | None) -> tuple[float, list[int]]:
     """Tokens a second of the text without compiling, the best of several; the text."""
     best, text = 0.0, list[int]()
@@ -94,11 +107,10 @@ def rate(engine: Engine, prompt: Sequence[int], drafts: Drafts | None) -> tuple[
 def main(folder: Path, names: Sequence[str]) -> None:
     rows = ["| model | drafts a step | tokens a step | t/s | plain t/s | gain | ms a step |", "|---|---:|---:|---:|---:|---:|---:|"]
     for name in names:
-        path = folder / f"{name}.gguf"
         begun = time.perf_counter()
-        write(name, path)
+        files, how = made(name, folder)
         print(f"{name}: written in {time.perf_counter() - begun:.1f} s", flush=True)
-        with Engine.open(path, None, LoadOptions(ctx=512, spec_type="draft-mtp", spec_pinned=4)) as engine:
+        with Engine.open(files[0], None, how) as engine:
             print(f"{engine.device.caps.summary_line()}, {engine.description}: {time.perf_counter() - begun:.1f} s", flush=True)
             vocab = engine.model.hp.n_vocab
             prompt = np.random.default_rng(1).integers(vocab, size=PROMPT).tolist()
@@ -106,8 +118,8 @@ def main(folder: Path, names: Sequence[str]) -> None:
             _, text = rate(engine, prompt, Drafts(3, pinned=4, known=(-1,)))
             for most, length in ((2, 3), (3, 3), (3, 2), (3, 4)):
                 known = [(t + 1) % vocab if i % length == length - 1 else t for i, t in enumerate(text)]
-                found, made = rate(engine, prompt, Drafts(most, pinned=4, model=True, known=(*prompt, *known)))
-                assert made == text, "drafts change no text"
+                found, again = rate(engine, prompt, Drafts(most, pinned=4, model=True, known=(*prompt, *known)))
+                assert again == text, "drafts change no text"
                 counts = engine.draft_counts
                 tokens = TOKENS / counts.steps
                 rows.append(
@@ -117,9 +129,10 @@ def main(folder: Path, names: Sequence[str]) -> None:
             found, _ = rate(engine, prompt, Drafts(2, pinned=4, known=(*prompt, *text)))
             tokens = TOKENS / engine.draft_counts.steps
             ends = f"{tokens:.2f} | {found:.0f} | {plain:.0f} | {found / plain:.2f} | {1000 * tokens / found:.3f} |"
-            rows.append(f"| {name}, the block not run | 2 | {ends}")
+            rows.append(f"| {name}, block or head not run | 2 | {ends}")
             print(rows[-1], flush=True)
-        path.unlink()
+        for path in files:
+            path.unlink()
     print("\n".join(rows))
 
 

@@ -49,9 +49,10 @@ def write_head(
     arch: str = "eagle3",
     seed: int = 1,
 ) -> Path:
-    """A head for a target's file. ids: of the tokens that its output layer knows; made: tensors in the place of random ones, None: without;
-    metadata: likewise, of keys under its prefix."""
-    hp = Model.open(target).hp
+    """A head for a target's file, with its vocabulary. ids: of the tokens that its output layer knows; made: tensors in the place of random
+    ones, None: without; metadata: likewise, of keys under its prefix; another vocab_size leaves the vocabulary out."""
+    model = Model.open(target)
+    hp = model.hp
     n_embd, n_ff = n_embd or hp.n_embd, 160
     tensors: dict[str, npt.NDArray[Any] | None] = {
         **head_tensors(n_embd, hp.n_embd, n_ff, heads, hp.n_vocab if ids is None else len(ids), seed),
@@ -78,6 +79,11 @@ def write_head(
     kept = {name: t for name, t in tensors.items() if t is not None}
     types = {name: "I64" if t.dtype == np.int64 else "F32" for name, t in kept.items()}
     stated = {f"{arch}.{key}": value for key, value in keys.items() if value is not None}
+    stated |= {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in model.file.metadata.items()
+        if key.startswith("tokenizer.ggml.") and model.has_text and "vocab_size" not in (metadata or {})
+    }
     return write_gguf(path, arch, stated, {name: (types[name], t) for name, t in kept.items()})
 
 

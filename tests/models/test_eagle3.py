@@ -154,9 +154,13 @@ def test_a_head_changes_no_text_and_the_target_keeps_its_rows(arch: str, tmp_pat
             assert nmse(here, same) < 1e-5, key
 
 
+ALIKE = 40.0
+"""Length of Q and K of a head of 1 value, where all tokens have the same: scores beside that of an entry with itself are next to none."""
+
+
 def for_itself(dim: int, n_embd: int) -> dict[str, np.ndarray]:
     """Q and K, the same for all tokens, by which an entry attends to itself alone: turned by RoPE they agree nowhere else."""
-    one = np.full(n_embd, 40.0 / np.sqrt(dim), np.float32)
+    one = np.full(n_embd, ALIKE / np.sqrt(dim), np.float32)
     zero = np.zeros((n_embd, 2 * n_embd), np.float32)
     return {f"blk.0.attn_{kind}.{part}": zero if part == "weight" else one for kind in "qk" for part in ("weight", "bias")}
 
@@ -203,7 +207,8 @@ def least_squares(x: Floats, y: Floats) -> Floats:
 def fitted_head(folder: Path, target: Path, layers: tuple[int, ...], chunks: list[list[int]], device: Device) -> Path:
     """A head that is fitted to a target's texts by least squares: rows g to hidden rows (of which logits tell all but the length), and what
     an entry adds of itself alone, which is linear in embedding and g, to the next hidden row. Where fc changes nothing, rows g are the
-    layers' inputs."""
+    layers' inputs. Q and K are fitted to be the same for all tokens, by which an entry attends to itself alone: llama.cpp's heads have no
+    biases."""
     file, table = GgufFile.open(target), table_of(target)
     (vocab, n), wide = table.shape, 3 * table.shape[1]
     zeros = {"token_embd.weight": np.zeros((vocab, wide), np.float32), "output.weight": np.zeros((32, wide), np.float32)}
@@ -227,9 +232,12 @@ def fitted_head(folder: Path, target: Path, layers: tuple[int, ...], chunks: lis
     fc = least_squares(np.concatenate(inputs), np.concatenate(hidden))
     rows = [x @ fc for x in inputs]
     read = [np.concatenate([unit_rms(table[c[1:]]), unit_rms(g[:-1])], axis=1) for c, g in zip(chunks, rows, strict=True)]
-    adds = least_squares(np.concatenate(read), np.concatenate([h[1:] - g[:-1] for h, g in zip(hidden, rows, strict=True)]))
+    x = np.concatenate(read)
+    adds = least_squares(x, np.concatenate([h[1:] - g[:-1] for h, g in zip(hidden, rows, strict=True)]))
+    alike = least_squares(x, np.full((len(x), 1), ALIKE / np.sqrt(64))).T.repeat(n, axis=0).astype(np.float32)
     ones = {f"blk.0.{stem}.weight": np.ones(n, np.float32) for stem in ("attn_norm", "attn_norm_2")}
-    made: dict[str, np.ndarray | None] = {**for_itself(64, n), **ones, "output_norm.weight": np.ones(n, np.float32)}
+    made: dict[str, np.ndarray | None] = {**ones, "output_norm.weight": np.ones(n, np.float32)}
+    made |= {"blk.0.attn_q.weight": alike, "blk.0.attn_k.weight": alike}
     made |= {"fc.weight": fc.T.astype(np.float32), "blk.0.attn_v.weight": adds.T.astype(np.float32)}
     made |= {"blk.0.attn_output.weight": np.eye(n, dtype=np.float32), "blk.0.ffn_down.weight": np.zeros((n, 160), np.float32)}
     return write_head(
