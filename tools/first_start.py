@@ -77,9 +77,9 @@ def measure(wheel: Path, python: str, args: argparse.Namespace) -> str:
 
 
 def environment(home: Path, *without: str) -> dict[str, str]:
-    """That of this process, with a home of its own and empty caches."""
-    kept = {k: v for k, v in os.environ.items() if k not in (*without, "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
-    return kept | {"HOME": str(home), "VKBACK_CACHE": str(home / "cache")}
+    """That of this process, with a home of its own and empty caches, also of Mesa's driver, which asks the system where the home is."""
+    kept = {k: v for k, v in os.environ.items() if k not in (*without, "XDG_CONFIG_HOME", "MESA_SHADER_CACHE_DIR")}
+    return kept | {"HOME": str(home), "VKBACK_CACHE": str(home / "cache"), "XDG_CACHE_HOME": str(home / "others")}
 
 
 def row(python: str, install: str, home: Path, env: dict[str, str], args: argparse.Namespace) -> str:

@@ -165,6 +165,11 @@ class WindowsRoot(DebianRoot):
         print(f"== {' '.join(argv)}", flush=True)
         return subprocess.run(self.wine(f"{HOME}/python/python.exe", *argv, folder=folder, **environment)).returncode == 0
 
+    def start(self) -> bool:
+        """The first start of the wheel. The driver is not Windows' and takes its cache's place from where Wine is started."""
+        shutil.rmtree(self.folder / "tmp/others", ignore_errors=True)
+        return self.run(f"{SOURCE}/tools/first_start.py", "--installed", folder="/tmp", XDG_CACHE_HOME="/tmp/others")
+
 
 def definition(name: str) -> str:
     """A C function of a complex number. long double is double on Windows."""
@@ -197,7 +202,7 @@ def main() -> int:
         failed = []
         if only in (None, "smoke") and not root.run("tools/smoke.py", *(COMMANDS if short else ())):
             failed.append("smoke")
-        if (args.all or only == "start") and not root.run(f"{SOURCE}/tools/first_start.py", "--installed", folder="/tmp"):
+        if (args.all or only == "start") and not root.start():
             failed.append("start")
         if only in (None, "tests") and not root.run(
             "-m", "pytest", "-m", "not exhaustive", "-p", "no:cacheprovider", "-rs", *(args.tests or (KEY_TESTS if short else TESTS))
