@@ -212,7 +212,7 @@ def test_ctrl_c_leaves_cleanly() -> None:
         "app = shell.new_app('')\n"
         "@app.command()\n"
         "def wait() -> None:\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
         "shell.run(app, 'vkback')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

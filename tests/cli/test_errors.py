@@ -352,7 +352,7 @@ def test_ctrl_c_leaves_no_part_of_a_synthetic_model(tmp_path: Path) -> None:
     """The interrupt comes while pieces are being written."""
     interrupt = (
         "import os, signal\nfrom vkback.models import synth\nwrite = synth._Pieces.make\n"
-        "def make(self, *piece):\n    os.kill(os.getpid(), signal.SIGINT)\n    return write(self, *piece)\nsynth._Pieces.make = make\n"
+        "def make(self, *piece):\n    signal.raise_signal(signal.SIGINT)\n    return write(self, *piece)\nsynth._Pieces.make = make\n"
     )
     program = f"{interrupt}import sys\nfrom vkback.cli.main import main\nsys.argv = ['vkback', *sys.argv[1:]]\nmain()\n"
     command = [sys.executable, "-c", program, "synth", "llama-1b-Q4_0", str(tmp_path / "m.gguf"), "--layers", "1"]
@@ -366,7 +366,7 @@ def test_ctrl_c_leaves_no_part_of_a_synthetic_model(tmp_path: Path) -> None:
 def test_ctrl_c_while_a_command_is_imported(command: str) -> None:
     interrupt = (
         "import os, signal, sys\nclass Interrupt:\n    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'typer':\n            os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Interrupt())\n"
+        "        if name == 'typer':\n            signal.raise_signal(signal.SIGINT)\nsys.meta_path.insert(0, Interrupt())\n"
     )
     program = f"{interrupt}from vkback.cli import start\nstart.{command}()\n"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -390,7 +390,7 @@ from vkback.server.run import run_app
 
 async def impatient(request):
     for _ in range(3):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(0.2)
     return PlainTextResponse("all of it")
 
