@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import socket
@@ -294,7 +295,8 @@ def check_address(host: str, port: int) -> None:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except OSError as e:
-        raise UsageError(f"--host {host} --port {port}: {e.strerror}; give another") from e
+        why = "it is in use" if e.errno == errno.EADDRINUSE else e.strerror  # of which Windows has other words
+        raise UsageError(f"--host {host} --port {port}: {why}; give another") from e
 
 
 def require_packages() -> None:
