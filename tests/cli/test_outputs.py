@@ -71,7 +71,7 @@ def test_what_cannot_be_written_is_said_before_any_work(
         (folder, "is a folder; give the name of the file to write"),
         (missing / f"x{ending}", f"there is no folder {missing}; make it, or give another name"),
         (given / f"x{ending}", f"{given} is no folder"),
-        (tmp_path / f"{'x' * 300}{ending}", "File name too long"),
+        (tmp_path / f"{'x' * 300}{ending}", "nothing can be written there: " + ("" if sys.platform == "win32" else "File name too long")),
     ]
     if "INPUT" in command:
         cases.append((given, "is an input, which is not overwritten; give another name"))
@@ -81,7 +81,8 @@ def test_what_cannot_be_written_is_said_before_any_work(
         assert call(monkeypatch, vkbench.main if entry == "vkbench" else main.main, *arguments, *named) == 2
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.startswith(f"{'vkbench' if entry == 'vkbench' else 'vkback'}: error: {option} {path}: ")
-        assert shown.err.endswith(f"{why}\n") and shown.err.count("\n") == 1
+        said = why in shown.err if sys.platform == "win32" else shown.err.endswith(f"{why}\n")  # whose words for a long name differ
+        assert said and shown.err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before and given.read_text() == "text"
 
 
@@ -104,6 +105,9 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
     target.write_text("old")
     target.chmod(0o640)
     link.symlink_to(target)
+    if not link.is_symlink():
+        pytest.skip("no link was made")  # Wine says that it did
+    mode = target.stat().st_mode & 0o777  # 0o640, but on Windows
     with pytest.raises(KeyboardInterrupt), paths.new_file(link) as part:
         part.write_text("half")
         assert target.read_text() == "old"
@@ -111,7 +115,7 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path) -> None:
     assert target.read_text() == "old" and sorted(tmp_path.iterdir()) == [link, target]
     with paths.new_file(link, durable=True) as part:
         part.write_text("new")
-    assert link.is_symlink() and target.read_text() == "new" and target.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink() and target.read_text() == "new" and target.stat().st_mode & 0o777 == mode
     assert sorted(tmp_path.iterdir()) == [link, target]
 
 
@@ -121,7 +125,7 @@ def test_what_is_no_file_is_written_itself() -> None:
     assert Path(os.devnull).is_char_device()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.skipif(sys.platform == "win32" or not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk_is_one_line() -> None:
     with pytest.raises(OutputError, match=r"^--html /dev/full: cannot be written: the disk is full$"):
         write_output(Path("/dev/full"), "--html", "text")
@@ -192,7 +196,7 @@ def written_to(file: IO[str], monkeypatch: pytest.MonkeyPatch, lines: int) -> in
     return int(e.value.code or 0)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.skipif(sys.platform == "win32" or not Path("/dev/full").exists(), reason="the system has no /dev/full")
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_stdout_on_a_full_disk_is_one_line(lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
@@ -200,7 +204,7 @@ def test_stdout_on_a_full_disk_is_one_line(lines: int, monkeypatch: pytest.Monke
     assert capsys.readouterr().err == "vkback: error: stdout: the disk is full\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.skipif(sys.platform == "win32" or not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_stderr_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def app(**_: object) -> None:
         raise UsageError("wrong")
