@@ -242,7 +242,7 @@ def main() -> None:
                 product.close()
         if args.json:
             found = {"device": device.caps.name, "rate": math.tflops, "points": [vars(p) for p in points]}
-            args.json.write_text(json.dumps(found, indent=1))
+            args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def show(device: Device, library: ShaderLibrary, d: Dispatch, number: int, folde
         raise MachineCodeError(f"[code] {device.caps.name}: the driver does not tell how much code there is; --code is for NVIDIA's")
     lines = disassembled(nvidia_code(device.kernel_cache_data(spec), int(statistics["Binary Size"])), device.caps)
     path = folder / (re.sub(r"\W+", "-", f"{number} {d.label}") + ".sass")
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"    {path}")
     for loop in loops(lines):
         print(f"    loop {loop.text}")

@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for a model after which no further cuts are tried")
     args = parser.parse_args()
     tokens, at = ([int(n) for n in text.split(",") if n] for text in (args.tokens, args.at))
-    given = [line for line in args.variants.read_text().splitlines() if line.strip()] if args.variants else []
+    given = [line for line in args.variants.read_text(encoding="utf-8").splitlines() if line.strip()] if args.variants else []
     library = ShaderLibrary()
     for name in args.model or MODELS:
         begun = time.perf_counter()

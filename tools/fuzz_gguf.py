@@ -618,7 +618,7 @@ def fuzz(
                     except EOFError:
                         process.join()
                         number = current[end]
-                        trace = (Path(folder) / f"crash-{process.pid}.txt").read_text()
+                        trace = (Path(folder) / f"crash-{process.pid}.txt").read_text(encoding="utf-8")
                         ended = f"the process ended, exit code {process.exitcode}"
                         what = f"more than {limits.seconds:g} s" if trace.startswith("Timeout") else ended
                         yield Result(number, damaged(files, seed, number).mutations, defect=f"{what}:\n{trace}")

@@ -134,7 +134,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--from", dest="source", type=Path)
     args = parser.parse_args()
-    lines = [line for _, line in case_lines(args.source.read_text())] if args.source else [case.line for case in full_cases()]
+    lines = (
+        [line for _, line in case_lines(args.source.read_text(encoding="utf-8"))] if args.source else [case.line for case in full_cases()]
+    )
     caps = Capabilities.from_profile(PROFILE)
     outcome = fuzz(lines, args.count, args.seed, LowerContext(caps, Tuning.for_device(caps)))
     print(", ".join(f"{kind} {n}" for kind, n in outcome.counts.most_common()) + f", other exceptions {len(outcome.faults)}")

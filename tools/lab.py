@@ -117,7 +117,7 @@ def kernels(root: LabRoot, chips: Sequence[str], ggml: bool, folder: Path, sourc
 
     def made(chip: str) -> bool:
         path = folder / f"{chip.replace(':', '-')}.json"
-        return path.exists() and mark.items() <= json.loads(path.read_text()).items()
+        return path.exists() and mark.items() <= json.loads(path.read_text(encoding="utf-8")).items()
 
     missing = [chip for chip in chips if not made(chip)]
     print(
@@ -130,7 +130,7 @@ def kernels(root: LabRoot, chips: Sequence[str], ggml: bool, folder: Path, sourc
     def one(chip: str) -> None:
         nonlocal done
         found = json.loads(said(*root.command(chip, argv)))
-        (folder / f"{chip.replace(':', '-')}.json").write_text(json.dumps(mark | found, indent=1))
+        (folder / f"{chip.replace(':', '-')}.json").write_text(json.dumps(mark | found, indent=1), encoding="utf-8")
         done += 1
         left = (time.monotonic() - begun) / done * (len(missing) - done)
         print(f"  {chip} done, {done} of {len(missing)}, about {minutes(left)} left", file=sys.stderr)
@@ -144,7 +144,7 @@ def loaded(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     files = {p.stem: p for p in folder.glob("*.json")}
     for chip in CHIPS:
         if path := files.get(chip.replace(":", "-")):
-            yield chip, json.loads(path.read_text())
+            yield chip, json.loads(path.read_text(encoding="utf-8"))
 
 
 def rendered(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[str]:

@@ -183,10 +183,10 @@ def main() -> int:
     profiles = args.profiles.split(",") if args.profiles else list(QUICK) if args.quick else profile_ids()
     found = hashes(profiles, args.models.split(",") if args.models else [], args.quick)
     if args.out:
-        args.out.write_text(json.dumps(found, indent=0))
+        args.out.write_text(json.dumps(found, indent=0), encoding="utf-8")
     if args.compare is None:
         return 0
-    before = json.loads(args.compare.read_text())
+    before = json.loads(args.compare.read_text(encoding="utf-8"))
     wrong = [key for key, value in found.items() if before.get(key) != value]
     for key in wrong:
         print(f"{key}: {before.get(key, 'not there before')} -> {found[key]}")

@@ -306,8 +306,8 @@ def main() -> None:
             wrong = asyncio.run(stress(process.pid, port, args.at_once, args.rounds, args.malformed, args.seed))
         if process.returncode not in (0, -signal.SIGTERM):
             wrong.append(f"the server ended with status {process.returncode}")
-        if "Traceback" in log.read_text(errors="replace"):
-            wrong.append(f"its log has a traceback:\n{log.read_text(errors='replace')[-3000:]}")
+        if "Traceback" in log.read_text(errors="replace", encoding="utf-8"):
+            wrong.append(f"its log has a traceback:\n{log.read_text(errors='replace', encoding='utf-8')[-3000:]}")
     print("\n".join(wrong[:20]) or "nothing was lost, refused otherwise, or left behind")
     sys.exit(bool(wrong))
 

@@ -109,7 +109,7 @@ def test_completion_is_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         ("run x -n4 --n-predict 5", "-n/--n-predict is given 2 times, expected once; vkback run --help tells more"),
         ("run x -p y", "TEXT and -p exclude each other: each gives the text to continue"),
         ("run -p y -f z", "-p and -f exclude each other: each gives the text to continue"),
-        ("run -f /nope", "-f /nope: cannot be read: No such file or directory"),
+        ("run -f /nope", f"-f {Path('/nope')}: cannot be read: No such file or directory"),
     ],
 )
 def test_what_is_no_option_is_named(line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,7 @@ def test_tests_know_no_signals_that_their_shell_ignores() -> None:
             signal.signal(number, handler)
 
 
+@unix
 def test_a_machine_without_terminals_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> tuple[int, int]:
         raise OSError(errno.ENOENT, "out of pty devices")

@@ -119,6 +119,17 @@ def test_what_programs_print_is_read_in_a_named_encoding() -> None:
     assert not found, "\n".join(found)
 
 
+def test_files_are_read_and_written_in_a_named_encoding() -> None:
+    """`make lint` looks at paths that it can tell to be some; this at all that are read or written whole, outside of tests."""
+    found = []
+    for file in sorted(f for folder in ("vkback", "bench", "tools") for f in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "write_text"):
+                named = any(k.arg in ("encoding", None) for k in node.keywords) or len(node.args) > (node.func.attr == "write_text")
+                found += [] if named else [f"{file.relative_to(ROOT)}:{node.lineno}"]
+    assert not found, "\n".join(found)
+
+
 LACKING = """
 import sys
 for name in {modules!r}:

@@ -83,7 +83,7 @@ def test_other_files_are_left_alone(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ReportError, match="not a store of results"):
         Store(path)
     assert path.read_bytes() == content
-    with pytest.raises(ReportError, match=r"nowhere/r\.sqlite: there is no folder .*nowhere; make it"):
+    with pytest.raises(ReportError, match=r"nowhere[/\\]r\.sqlite: there is no folder .*nowhere; make it"):
         Store(tmp_path / "nowhere" / "r.sqlite")
 
 
@@ -208,8 +208,8 @@ build: 0c1e570 (6910)
 def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of llama-vkbench, with rows that differ in a setting, and of vkbench, in any document; other tables are refused."""
     theirs, ours, other = (tmp_path / name for name in ("before.md", "after.md", "other.md"))
-    theirs.write_text(LLAMA_BENCH_MD)
-    ours.write_text(f"# Results\n\nThree runs:\n\n```\n{LLAMA_BENCH_MD.replace('250.00 ± 1.50', '300.00 ± 2.00')}```\n")
+    theirs.write_text(LLAMA_BENCH_MD, encoding="utf-8")
+    ours.write_text(f"# Results\n\nThree runs:\n\n```\n{LLAMA_BENCH_MD.replace('250.00 ± 1.50', '300.00 ± 2.00')}```\n", encoding="utf-8")
     records = json.loads(printed(monkeypatch, capsys, "compare-bench", str(theirs), str(ours), "--json"))
     assert [(r["flash_attn"], r["test"], r["before_ts"], r["after_ts"]) for r in records] == [
         ("0", "tg128", 200.0, 200.0),
@@ -225,10 +225,10 @@ def test_markdown_tables_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     writer.header("vkback: 0 = a device")
     writer.row(replace(LLAMA_8B, read_rate_gb_s=1600.0))
     writer.footer(("5d8bb900b", 6910))
-    ours.write_text(table.getvalue())
+    ours.write_text(table.getvalue(), encoding="utf-8")
     (record,) = json.loads(printed(monkeypatch, capsys, "compare-bench", str(ours), json_of(tmp_path / "same.json", {}), "--json"))
     assert (record["size"], record["params"], record["before_ts"], record["diff_percent"]) == ("4.58 GiB", "8.03 B", 288.0, 0.0)
-    other.write_text("| op | us |\n|---|---|\n| ADD | 5 |\n")
+    other.write_text("| op | us |\n|---|---|\n| ADD | 5 |\n", encoding="utf-8")
     error = printed(monkeypatch, capsys, "compare-bench", str(other), str(ours), code=2)
     assert "a markdown table without the columns model, size, params, test, t/s of vkbench and llama-bench" in error
 
@@ -298,7 +298,7 @@ def test_acts_of_one_case_are_not_pooled(tmp_path: Path, monkeypatch: pytest.Mon
 def published() -> list[tuple[str, list[list[str]]]]:
     """The published tables: device, and rows of model, size, params, fa, speeds in their order, and diff."""
     tables: list[tuple[str, list[list[str]]]] = []
-    for line in (DATA / "before_after_tables.txt").read_text().splitlines():
+    for line in (DATA / "before_after_tables.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             tables.append((line[2:], []))
         elif not line.startswith("model size"):

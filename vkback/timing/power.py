@@ -87,7 +87,7 @@ def _hwmon(caps: Capabilities, root: Path) -> tuple[PowerSource | None, str]:
 
 def _ids(device: Path) -> tuple[int, int] | None:
     try:
-        return int((device / "vendor").read_text(), 16), int((device / "device").read_text(), 16)
+        return int((device / "vendor").read_text(encoding="utf-8"), 16), int((device / "device").read_text(encoding="utf-8"), 16)
     except (OSError, ValueError):
         return None
 
