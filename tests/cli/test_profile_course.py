@@ -19,7 +19,7 @@ from vkback.report import profile_compare as compare
 from vkback.report import profile_course, profile_page, profile_text
 from vkback.shader import Variant
 from vkback.timing.modules import Share
-from vkback.timing.profile import KernelCost, Phase
+from vkback.timing.profile import AWAKE_S, KernelCost, Phase, awake_s
 from vkback.timing.profile_model import Memory, Profile, Speeds
 
 RUNS = 64
@@ -168,3 +168,16 @@ def test_what_is_no_profile_is_refused(content: str | None, said: str, tmp_path:
         file.write_text(content)
     ran = CliRunner().invoke(cli.app, ["profile", "--against", str(file)])
     assert said in str(ran.exception)
+
+
+def test_a_device_works_for_most_of_the_time_however_long_the_host_reads() -> None:
+    """A card lowers its clock by how much of the last second it worked: with a pause of fixed work the share fell as marks grew in number,
+    and a decode seemed to slow down over 256 runs."""
+
+    def least_share(work: float | None) -> float:
+        spans = [(0.0 if run == 0 else 0.002 + 0.0002 * run) for run in range(256)]  # the host takes longer and longer
+        at = [(idle, awake_s(idle) if work is None else work) for idle in spans]
+        windows = [at[i : i + 16] for i in range(len(at) - 15)]
+        return min(sum(w for _, w in some) / sum(i + w for i, w in some) for some in windows)
+
+    assert least_share(AWAKE_S) < 0.35 < 2 / 3 <= least_share(None) + 1e-9

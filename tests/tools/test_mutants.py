@@ -113,3 +113,17 @@ def test_a_planted_fault_is_said_by_what_wrong_cases_have_in_common(tmp_path: Pa
         ran = run_program([sys.executable, "-m", "vkback.cli.main", "test-ops", *lines], env=env, cwd=copy)
     assert ran.returncode == 1, ran.stderr
     assert "In common: all 2 wrong have type_a = Q3_K, as 0 of 4 right" in ran.stdout, ran.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.vulkan
+def test_doctor_says_what_the_faulty_nodes_of_a_model_have_in_common(tmp_path: Path) -> None:
+    """`vkback doctor -m` on sources with a wrong decoder of Q6_K, which six nodes of the built-in model read, and a line that fails alone.
+    A minute and a half: a model's kernels under fourteen settings."""
+    copy = mutants.copy_sources(tmp_path / "copy")
+    with mutants.planted(next(m for m in FAULTS if m.name == "q6_k-lost-bit"), copy):
+        env = {**os.environ, "PYTHONPATH": str(copy), "VKBACK_TUNING": os.devnull, "COLUMNS": "160"}
+        ran = run_program([sys.executable, "-m", "vkback.cli.main", "doctor", "-m", "demo-dense"], env=env, cwd=copy)
+    assert ran.returncode == 1, ran.stderr
+    assert "in common: all 6 wrong have type_a = Q6_K, as 0 of 51 right" in ran.stdout, ran.stdout
+    assert "alone: vkback test-ops 'LINEAR(type_a=Q6_K," in ran.stdout and "no setting cures it" in ran.stdout

@@ -51,7 +51,14 @@ ALONE_RUNS = 3
 EMPTY_RUNS = 9
 
 AWAKE_S = 0.02
-"""For so long a device works before each timed run whose marks are read back: it lowers its clocks while the host reads."""
+"""For so long a device works at least before each timed run whose marks are read back: it lowers its clocks while the host reads."""
+
+
+def awake_s(idle_s: float) -> float:
+    """How long a device works before a timed run, having idled for so long while the host read and reckoned: twice as long. Over hundreds
+    of runs a device that idles most of the time lowers its clocks, whatever it did just before."""
+    return max(AWAKE_S, 2 * idle_s)
+
 
 Bind = Callable[[Schedule], Program]
 """A program over the model's weights, caches and the phase's inputs."""
@@ -378,9 +385,7 @@ class _Meter:
         self.stamps, self.submit_us = [2], 0.0
         idle_from = time.perf_counter()
         for run in range(self.runs):
-            # Work for twice as long as the host has read and reckoned: over hundreds of runs a device that idles most of the time
-            # lowers its clocks, whatever it did just before.
-            self._warm([commands], max(AWAKE_S, 2 * (time.perf_counter() - idle_from)))
+            self._warm([commands], awake_s(time.perf_counter() - idle_from))
             self.begin(run)
             wall += self._timed([[self._start, commands, self._end]])
             idle_from = time.perf_counter()
