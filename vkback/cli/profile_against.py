@@ -11,7 +11,7 @@ from typing import Any
 
 from vkback.cli.shell import UsageError, read_text
 from vkback.cli.terminal import StatusLine
-from vkback.cli.vkbench_sides import ROOT, checkout, commit_of, run_build
+from vkback.cli.vkbench_sides import ROOT, checkout, commit_by_name, run_build
 from vkback.errors import VkbackError
 from vkback.report.pairs import in_turn
 
@@ -34,10 +34,10 @@ def earlier(path: Path) -> dict[str, Any]:
 def build_of(against: str, stack: ExitStack) -> Path:
     """The folder of the build that --against names. Raises UsageError where it is none."""
     path = Path(against)
+    if commit := commit_by_name(against):
+        return stack.enter_context(checkout(commit))
     if path.is_dir() and (path / "vkback" / "__init__.py").is_file():
         return path.absolute()
-    if not path.exists() and (commit := commit_of(against)):
-        return stack.enter_context(checkout(commit))
     raise UsageError(f"--against {against}: expected FILE.json of an earlier profile, a folder with a build, or a commit of this checkout")
 
 
