@@ -146,6 +146,8 @@ main.main()
 """
 """A program on a system that has no more than Windows. The standard library is imported before, as its own way is that of this system."""
 
+simulated = pytest.mark.skipif(sys.platform == "win32", reason="it takes away what Windows has not")
+
 
 def without_posix(*arguments: str) -> subprocess.CompletedProcess[str]:
     modules = ("fcntl", "readline", "resource", "termios", "pty", "pwd", "grp", "syslog")
@@ -153,6 +155,7 @@ def without_posix(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_program([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
 
 
+@simulated
 def test_synth_without_pwrite_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, other = tmp_path / "usual.gguf", tmp_path / "other.gguf"
     synthesize("tiny-llama-Q8_0", usual, threads=4)
@@ -175,6 +178,7 @@ def test_programs_of_the_current_folder_are_not_taken(system: str, name: str, tm
     assert program_path() == str(there / name)
 
 
+@simulated
 @pytest.mark.vulkan
 def test_commands_without_what_windows_lacks(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
