@@ -17,6 +17,7 @@ from vkback.cli import vkbench, vkbench_batch
 from vkback.device import Device
 from vkback.engine.drafts import DraftCounts
 from vkback.engine.engine import Engine
+from vkback.engine.expert_cache import ExpertCounts
 from vkback.engine.load_options import LoadOptions
 from vkback.ops.matmul.gemm_problem import GemmKernel
 from vkback.program import CompileTotals
@@ -132,6 +133,9 @@ class FakeEngine:
 
     def check_caches(self) -> None:
         pass
+
+    def count_experts(self) -> ExpertCounts:
+        return ExpertCounts()
 
     def use_adapters(self, scales: Sequence[float]) -> None:
         assert not scales

@@ -43,6 +43,7 @@ BOUNDED = {
     "gemm/pack_units.comp": {"x": TOKENS},
     "gemm/split_sum.comp": {"y": TOKENS},
     "gemv/gemv.comp": {"z": "tokens at once, times experts used"},
+    "moe/expert_copy.comp": {"x": "8 KB and more of one expert: half a gigabyte", "y": "experts of a step"},
     "moe/moe_reduce.comp": {"x": ROW, "y": TOKENS},
     "gemm_f32/gemm.comp": {"z": "products of a batch"},
     "gemm_f32/low_rank_down.comp": {"y": "parts of a row"},

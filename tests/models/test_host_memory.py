@@ -9,24 +9,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import TINY
 from typer.testing import CliRunner
 
+import vkback
 from vkback.checks import OptionError
 from vkback.cli.main import app
-from vkback.device import Device, FeatureMissing, HostPages, OutOfDeviceMemory, memory
+from vkback.device import Capabilities, Device, FeatureMissing, HostPages, OutOfDeviceMemory, memory
 from vkback.device.host_memory import LimitError, available_bytes, device_limit
 from vkback.device.memory import MemoryPool
 from vkback.engine.batch.batch import Batch, Request
-from vkback.engine.engine import Engine
-from vkback.engine.expert_memory import layer_of, share_left
+from vkback.engine.engine import Engine, EngineError
+from vkback.engine.expert_cache import ExpertCounts
+from vkback.engine.expert_memory import share_left
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
+from vkback.engine.split.layers import SplitError
 from vkback.engine.weights import Repack
 from vkback.graph import Recipe, Tensor
-from vkback.models.synth import synthesize
+from vkback.models import Model
+from vkback.models.synth import SHAPES, synthesize
 from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.lowering import LowerContext
+from vkback.plan.passes.experts import layer_of
+from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
 from vkback.shader import Variant
+from vkback.tuning.lookup import Tuning
 
 TOKENS = np.random.default_rng(7).integers(0, 300, 40).tolist()
 HOW: dict[str, Any] = {"ctx": 64, "ubatch": 16, "act": "f32"}
@@ -128,6 +137,75 @@ def test_a_host_without_memory_refuses_before_anything_is_taken(qwen3moe: Path, 
     ):
         Engine.open(qwen3moe, device, LoadOptions(**HOW, cpu_moe=True))
     assert device.live_objects() == before
+
+
+FEW = ("tiny-qwen3moe", "tiny-gpt-oss", "tiny-qwen35moe")
+"""Plain experts, experts with biases, a shared expert beside them and recurrent states."""
+
+WITH_EXPERTS = [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY if SHAPES[name].n_expert]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_cache_of_experts_changes_no_bit(name: str, tmp_path: Path, device: Device) -> None:
+    """A cache of as many experts as a token uses: every token makes room in every layer, and steps of several columns choose more experts
+    than there are slots. One of all experts: each is copied once."""
+    synthesize(f"{name}-Q8_0", path := tmp_path / "model.gguf")
+    used, experts = SHAPES[name].n_expert_used, SHAPES[name].n_expert
+    with Engine.open(path, device, LoadOptions(**HOW)) as engine:
+        expected = what_it_makes(engine)
+        assert not engine.caches_experts and engine.count_experts() == ExpertCounts()
+    found = {}
+    for slots in (used, experts):
+        with Engine.open(path, device, LoadOptions(**HOW, cpu_moe=True, expert_cache=slots)) as engine:
+            made = what_it_makes(engine)
+            found[slots] = engine.count_experts()
+            layers = len(engine.expert_memory.layers)
+            engine.reset()
+            list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
+            assert (engine.count_experts() - found[slots]).wanted >= 8 * used * layers
+        assert all(np.array_equal(a, b) for a, b in zip(made, expected, strict=True))
+    tiny, whole = found[used], found[experts]
+    assert tiny.found < tiny.wanted and whole.wanted - whole.found <= experts * layers
+    assert tiny.share <= whole.share or used == experts
+
+
+def test_steps_of_several_columns_take_the_cache_where_it_holds_their_choices(qwen3moe: Path) -> None:
+    """Those of two columns choose six experts, which fit six slots; those of four read the host's memory, but for the last layer, where the
+    last token alone is needed."""
+    caps, model = Capabilities.from_profile("nvidia_h200_linux"), Model.open(qwen3moe)
+    counts = {}
+    for slots in (0, 5, 6):
+        ctx = LowerContext(caps, Tuning.for_device(caps), host_layers=3, expert_slots=slots)
+        plans = [plan(model.graph(n, 64, head="last"), ctx) for n in (1, 2, 4)]
+        counts[slots] = [[d.op for d in each.dispatches()].count("EXPERT_CACHE") for each in plans]
+    assert counts == {0: [0, 0, 0], 5: [3, 1, 1], 6: [3, 3, 1]}
+    ctx = LowerContext(caps, Tuning.for_device(caps), host_layers=2, expert_slots=5)
+    assert [d.op for d in plan(model.graph(1, 64, head="last"), ctx).dispatches()].count("EXPERT_CACHE") == 2  # of three layers
+
+
+@pytest.mark.vulkan
+def test_a_text_and_a_command_tell_how_often_experts_were_there(qwen3moe: Path, device: Device) -> None:
+    with vkback.load(qwen3moe, device.index, ctx=64, act="f32", cpu_moe=True, expert_cache=5) as model:
+        ids = [1, 2, 3]
+        timings = [model.generate(ids, max_tokens=6, temperature=0).timings for _ in range(2)]
+    for each in timings:
+        assert 0 < each.experts_found <= each.experts_wanted and each.experts_wanted % 9 == 0
+    assert timings[0].experts_wanted >= 6 * 9
+    run = CliRunner().invoke(
+        app, ["run", "-m", str(qwen3moe), "--tokens", "1,2,3", "-n", "4", "--ctx", "64", "-cmoe", "--expert-cache", "4"]
+    )
+    assert run.exit_code == 0 and re.search(r"^experts +\d+ wanted, \d+ in the cache \(\d+%\)$", run.output, re.M), run.output
+
+
+@pytest.mark.vulkan
+def test_a_cache_that_holds_less_than_a_token_uses_is_refused(qwen3moe: Path, device: Device) -> None:
+    before = device.live_objects()
+    with pytest.raises(EngineError, match=r"^\[experts\] .*qwen3moe\.gguf: a cache of 2 experts a layer .* holds less than a token uses"):
+        Engine.open(qwen3moe, device, LoadOptions(**HOW, cpu_moe=True, expert_cache=2))
+    assert device.live_objects() == before
+    with Device.open(device.index) as second, pytest.raises(SplitError, match=r"--expert-cache: a cache of experts is kept by one device"):
+        Engine.open(qwen3moe, [device, second], LoadOptions(**HOW, tensor_split=(1, 1), cpu_moe=True, expert_cache=4))
 
 
 def test_layers_are_told_by_the_names_of_their_tensors() -> None:

@@ -114,6 +114,7 @@ def load(
     tensor_split: Sequence[float] | None = None,
     n_cpu_moe: int | None = None,
     cpu_moe: bool = False,
+    expert_cache: int = 0,
     progress: bool | Report = False,
 ) -> LoadedModel:
     """Open a GGUF file, or a built-in model by its name, on a device.
@@ -141,6 +142,7 @@ def load(
     n_cpu_moe  layers, from the first on, whose experts lie in memory of the host, where kernels read them: for models that are larger than
               the device's memory; 0: none; default: as many as must (docs/host_memory.md)
     cpu_moe   those of all layers
+    expert_cache  experts of each such layer that the device keeps in its own memory, those that were used last; 0: none
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
     Raises VkbackError for a missing or broken file, no device, or too little memory.
     """
@@ -163,6 +165,7 @@ def load(
         tensor_split=None if tensor_split is None else tuple(tensor_split),
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
+        expert_cache=expert_cache,
         progress=reported(progress),
     )
     loaded = open_model(model, device, options)

@@ -22,6 +22,7 @@ class Timings:
     prompt_tokens  of the prompt that were not; all but the last went through the model in prompt_s, the last with the first one generated
     decode_tokens  generated, in decode_s
     draft_tokens, draft_accepted  drafts that went through the model with them, and those that it picked itself
+    experts_wanted, experts_found  experts of layers with a cache of them that steps wanted, prompts' included, and those that lay in it
     """
 
     compile_s: float = 0.0
@@ -32,6 +33,8 @@ class Timings:
     decode_s: float = 0.0
     draft_tokens: int = 0
     draft_accepted: int = 0
+    experts_wanted: int = 0
+    experts_found: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -246,6 +247,7 @@ class EngineText:
             if n:
                 self._warm.add(kind)
         prepared = engine.compiled
+        experts_before = engine.count_experts()
         start = time.perf_counter()
         engine.prompt(fed[:-1])
         prompted = time.perf_counter()
@@ -285,6 +287,9 @@ class EngineText:
                     piece = out.take(token, self._logits.pop() if self._logits else None)
                 if piece is not None and out.finish is None:
                     yield piece
+                if out.finish is not None:
+                    experts = engine.count_experts() - experts_before
+                    out.timings = replace(out.timings, experts_wanted=experts.wanted, experts_found=experts.found)
         finally:  # here: what an iterator raises where it is thrown away, Ctrl-C for one, is printed as ignored
             self.pause()
         if piece is not None:

@@ -39,6 +39,7 @@ from vkback.cli.shell import (
     DraftMinOption,
     DraftPMinOption,
     ExactOption,
+    ExpertCacheOption,
     FlashAttnOption,
     JsonOption,
     LoraOption,
@@ -95,6 +96,7 @@ def generate(
     tensor_split: TensorSplitOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
+    expert_cache: ExpertCacheOption = 0,
     ctx: ContextOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
@@ -147,6 +149,7 @@ def generate(
         tensor_split=shares(tensor_split),
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
+        expert_cache=expert_cache,
         act=act,
         ubatch=ubatch,
         cache_type_k=cache_type_k,
@@ -229,6 +232,9 @@ def generate(
     if timings.draft_tokens:
         share = timings.draft_accepted / timings.draft_tokens
         print(f"drafts     {timings.draft_tokens:5} tokens, {timings.draft_accepted} accepted ({share:.0%})", file=sys.stderr)
+    if timings.experts_wanted:
+        share = timings.experts_found / timings.experts_wanted
+        print(f"experts    {timings.experts_wanted:5} wanted, {timings.experts_found} in the cache ({share:.0%})", file=sys.stderr)
     if loaded.template is not None and sys.stderr.isatty():
         print("vkback: this model was trained on conversations; vkback chat talks to it by its template", file=sys.stderr)
 

@@ -83,6 +83,16 @@ CpuMoeLayersOption = Annotated[
     ),
 ]
 CpuMoeOption = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="Experts of all layers lie in host memory.")]
+ExpertCacheOption = Annotated[
+    int,
+    typer.Option(
+        "--expert-cache",
+        min=0,
+        metavar="N",
+        help="N experts of each layer in host memory are kept on the device, those that were used last [default: none].",
+        show_default=False,
+    ),
+]
 
 CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0.")]
 CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]

@@ -28,6 +28,7 @@ from vkback.cli.shell import (
     DevicesOption,
     EngineLike,
     ExactOption,
+    ExpertCacheOption,
     TensorSplitOption,
     UsageError,
     VersionOption,
@@ -94,6 +95,7 @@ class Settings:
     tensor_split: tuple[float, ...] | None
     n_cpu_moe: int | None
     cpu_moe: bool
+    expert_cache: int
     exact: bool
     fusion: str
     flash_attn: int
@@ -155,6 +157,7 @@ def bench(
     tensor_split: TensorSplitOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
+    expert_cache: ExpertCacheOption = 0,
     act: Annotated[str, typer.Option(help=f"Activations: {', '.join(ACTS)}; several with commas.")] = "auto",
     cache_type_k: Annotated[
         str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0; several with commas.")
@@ -222,6 +225,7 @@ def bench(
         tensor_split=shares(tensor_split),
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
+        expert_cache=expert_cache,
         exact=exact,
         fusion=fusion,
         flash_attn=flashes[0],
@@ -267,6 +271,7 @@ def bench(
                 tensor_split or "",
                 layers,
                 FLASH_WORDS[f],
+                str(expert_cache or ""),
             )
             for path in files
             for a, u, c, f in variants
@@ -327,6 +332,7 @@ def _turns(files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[B
     n_ctx = max(t.n_ctx for t in tests)
     how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
     how = replace(how, tensor_split=settings.tensor_split, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
+    how = replace(how, expert_cache=settings.expert_cache)
     with load_engine(path, settings.device, how) as engine:
         begun = datetime.now(UTC)
         take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
@@ -347,6 +353,7 @@ def _measure_all(
         how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
         how = replace(how, fusion=settings.fusion, tensor_split=settings.tensor_split)
         how = replace(how, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
+        how = replace(how, expert_cache=settings.expert_cache)
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True

@@ -50,6 +50,7 @@ CHANGEABLE = {
     "-ts": "tensor_split",
     "--n-cpu-moe": "n_cpu_moe",
     "-ncmoe": "n_cpu_moe",
+    "--expert-cache": "expert_cache",
 }
 """Options that --against may have otherwise, by the field of `How`."""
 
@@ -75,6 +76,7 @@ class How:
     n_cpu_moe: str = ""
     """A number, or "all"."""
     flash_attn: str = ""
+    expert_cache: str = ""
 
     def options(self) -> list[str]:
         """Of vkbench."""
@@ -83,6 +85,7 @@ class How:
         found += ["-ts", self.tensor_split] * bool(self.tensor_split) + ["--exact"] * self.exact
         found += ["--cpu-moe"] if self.n_cpu_moe == "all" else ["--n-cpu-moe", self.n_cpu_moe] * bool(self.n_cpu_moe)
         found += ["-fa", self.flash_attn] if self.flash_attn else []
+        found += ["--expert-cache", self.expert_cache] * bool(self.expert_cache)
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
     def of_llama_bench(self) -> list[str]:

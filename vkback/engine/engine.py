@@ -32,6 +32,7 @@ from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
+from vkback.engine.expert_cache import ExpertCache, ExpertCounts
 from vkback.engine.expert_memory import ExpertMemory, HostRates, expert_memory, fitting, forecast_line, guessed_rates, share_left
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import HEADS, Exact, LoadOptions
@@ -66,6 +67,7 @@ from vkback.ops.sampling.penalties import mask_words
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
+from vkback.plan.passes.experts import is_cache
 from vkback.plan.passes.lora import SCALES, is_adapter_tensor
 from vkback.plan.schedule import Schedule, aligned
 from vkback.program import CompileTotals, Program, WeightRanges
@@ -220,6 +222,9 @@ class Engine:
         self._arenas: list[Arena] = []
         self.expert_memory = ExpertMemory()
         """Which experts lie in memory of the host."""
+        self.expert_counts = ExpertCounts()
+        """What the cache of experts had counted when `count_experts` was called last."""
+        self._expert_cache: ExpertCache | None = None
         self._adapters = AdapterMemory()
         self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
@@ -268,6 +273,7 @@ class Engine:
             for stage in self._split.stages if self._split is not None else ():
                 stage.load(options)
             self.expert_memory = self._place_experts(weights, host_rates)
+            self._cache_experts(options.expert_cache)
             self._adapters = self._scales_of(model)
             loaded = self._load(weights, meanwhile, options.repack)
             self._base = {name: (t, loaded.ranges[name]) for name, t in weights.items() if not is_adapter_tensor(name)}
@@ -403,13 +409,38 @@ class Engine:
             return ExpertMemory()
         token = self._plans.token("logits")
         used = [token, self._plans.prompt(self._prompts.sizes()[-1], "none")]
-        found = fitting(weights, self.device, used, self._state.arena.nbytes)
+        found = fitting(weights, self.device, used, self._state.arena.nbytes, self._options.expert_cache)
         if found.in_host:
             own, host = rates(self.device) if rates is not None else guessed_rates(self.device)
             free = size_text(self.device.free_memory())
             why = f"{self.model.file.path.name} does not fit the {free} that {self.device.caps.name} has left"
             log.warning(forecast_line(found, share_left(token, found.names, own, host), own, host, why))
         return found
+
+    def _cache_experts(self, slots: int) -> None:
+        """Keep so many experts of each layer in memory of the host on the device, too. Raises EngineError for fewer than a token uses."""
+        if not slots or not self.expert_memory.in_host:
+            return
+        self._plans.cache_experts(self.expert_memory.below, slots)
+        cache = ExpertCache(self.device, self._schedules())
+        self._arenas += cache.arenas
+        if not cache.tables:
+            raise EngineError(
+                f"[experts] {self.model.file.path}: a cache of {slots} experts a layer (expert_cache, --expert-cache) holds less than a "
+                "token uses, or experts that cannot be copied; expected more, or none"
+            )
+        self._expert_cache = cache
+
+    @property
+    def caches_experts(self) -> bool:
+        """Whether there is a cache of experts."""
+        return self._expert_cache is not None
+
+    def count_experts(self) -> ExpertCounts:
+        """How many experts steps have wanted so far, and how many of them lay in the cache. Reads the device, once for each layer."""
+        if self._expert_cache is not None:
+            self.expert_counts = self._expert_cache.counts()
+        return self.expert_counts
 
     def beside(self) -> Engine:
         """Another text over the devices and weights of this engine, which is closed later: while one device works for this text, another
@@ -566,10 +597,15 @@ class Engine:
         alike for any number above one (tests/plan/test_weights_of_plans.py).
         """
         schedules = [self._plans.texts(graph) for graph in self._text_graphs()] if kind == "weight" else []
-        if self.model.architecture.causal:
-            schedules += [self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none")]
-            schedules += [self._plans.head_token("greedy")] if self._plans.head else []
-        return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
+        schedules += self._schedules()
+        return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind and not is_cache(t)}
+
+    def _schedules(self) -> list[Schedule]:
+        """Of one token, of a prompt, and of the draft head: between them they have all weights of a model that makes text."""
+        if not self.model.architecture.causal:
+            return []
+        found = [self._plans.token("logits"), self._plans.prompt(self._prompts.sizes()[-1], "none")]
+        return [*found, *([self._plans.head_token("greedy")] if self._plans.head else [])]
 
     def _allocate_state(self) -> None:
         """Memory for the caches and recurrent states of a context."""
@@ -739,8 +775,10 @@ class Engine:
         self._kernels.compile(schedule.dispatches())
         if self._split is not None:
             inputs = self._split.inputs(1) | inputs
-        given = self._state.ranges | self._adapters.inputs | inputs
-        return Program(self.device, self.library, schedule, given, self.weights, activations)
+        given, weights = self._state.ranges | self._adapters.inputs | inputs, self.weights
+        if self._expert_cache is not None:
+            given, weights = given | self._expert_cache.tables, weights | self._expert_cache.slots
+        return Program(self.device, self.library, schedule, given, weights, activations)
 
     def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         """Bring activations back into the range of f16. Gives the tokens so far if recurrent states, which the bad run has changed, have to

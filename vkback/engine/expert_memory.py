@@ -5,20 +5,17 @@ Kernels read them there, through pages that the device imports, so every value h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from vkback.device import Device
-from vkback.engine.weight_rows import sources
 from vkback.engine.weights import device_bytes
 from vkback.graph import Tensor
+from vkback.ops.moe.expert_cache import cached_tensor
 from vkback.plan.cost.forecast import low_costs
+from vkback.plan.passes.experts import layer_of
 from vkback.plan.schedule import Schedule
 from vkback.units import size_text
-
-EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.weight$")
-"""Names of tensors of a file that hold the matrices of experts, with their layer."""
 
 HOST_GB_S = 25.0
 """A guess for forecasts: PCIe 4.0 with 16 lanes brings about as much. Two H200s read imported memory at 50."""
@@ -31,12 +28,6 @@ MARGIN = 0.02
 
 HostRates = Callable[[Device], tuple[float, float]]
 """How fast a device reads its own memory, and that of the host, in GB/s."""
-
-
-def layer_of(weight: Tensor) -> int | None:
-    """The layer whose experts a weight holds; None: it holds none, or is none of several axes."""
-    found = [EXPERTS.match(name) for name in sources(weight)] if len(weight.shape) > 2 else []
-    return int(found[0][1]) if found and found[0] is not None else None
 
 
 def guessed_rates(device: Device) -> tuple[float, float]:
@@ -53,12 +44,14 @@ class ExpertMemory:
     in_host  how many of them, the first ones, have these in memory of the host
     names    of the weights there
     nbytes   of these weights
+    below    layers below this one are meant
     """
 
     layers: tuple[int, ...] = ()
     in_host: int = 0
     names: frozenset[str] = frozenset()
     nbytes: int = 0
+    below: int = 0
 
 
 def expert_memory(weights: Mapping[str, Tensor], first: int, device: Device) -> ExpertMemory:
@@ -69,14 +62,21 @@ def expert_memory(weights: Mapping[str, Tensor], first: int, device: Device) -> 
             layers.setdefault(layer, []).append(weight)
     there = [w for layer, found in layers.items() if layer < first for w in found]
     held = sum(layer < first for layer in layers)
-    return ExpertMemory(tuple(sorted(layers)), held, frozenset(w.name for w in there), sum(device_bytes(w, device) for w in there))
+    return ExpertMemory(tuple(sorted(layers)), held, frozenset(w.name for w in there), sum(device_bytes(w, device) for w in there), first)
 
 
-def fitting(weights: Mapping[str, Tensor], device: Device, schedules: Iterable[Schedule], beside: int) -> ExpertMemory:
+def slot_bytes(weights: Mapping[str, Tensor], memory: ExpertMemory, slots: int, device: Device) -> int:
+    """Bytes of a cache with so many slots for each layer in memory of the host."""
+    held = [weights[name] for name in memory.names] if slots else []
+    return sum(device_bytes(cached_tensor(w, w.shape[0], min(slots, w.shape[0]), w.name), device) for w in held)
+
+
+def fitting(weights: Mapping[str, Tensor], device: Device, schedules: Iterable[Schedule], beside: int, slots: int = 0) -> ExpertMemory:
     """As few layers' experts in memory of the host as let the rest fit what the device has free; all, where that is not enough.
 
     schedules  those whose activations are alive at once
     beside     bytes that further caches take
+    slots      of a cache of experts, for each of those layers
     """
     free = device.free_memory()
     needed = sum(device_bytes(w, device) for w in weights.values()) + sum(s.activation_bytes for s in schedules) + beside
@@ -86,7 +86,7 @@ def fitting(weights: Mapping[str, Tensor], device: Device, schedules: Iterable[S
     found = expert_memory(weights, 0, device)
     for layer in found.layers:
         found = expert_memory(weights, layer + 1, device)
-        if needed - found.nbytes <= free:
+        if needed - found.nbytes + slot_bytes(weights, found, slots, device) <= free:
             break
     return found
 

@@ -60,6 +60,7 @@ class LoadOptions:
     n_cpu_moe  layers, from the first on, whose experts lie in memory of the host (vkback/engine/expert_memory.py); None: as many as must,
             where the model is larger than what the device has free
     cpu_moe  those of all layers
+    expert_cache  experts of each such layer that a cache in the device's own memory holds (vkback/plan/passes/experts.py); 0: there is none
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
     progress  called with how far loads, compiles and prompts are (vkback/events.py), from any thread
     """
@@ -85,6 +86,7 @@ class LoadOptions:
     tensor_split: tuple[float, ...] | None = None
     n_cpu_moe: int | None = None
     cpu_moe: bool = False
+    expert_cache: int = 0
     repack: Repack | None = None
     progress: Report | None = None
 
@@ -95,7 +97,7 @@ class LoadOptions:
         for name in ("cache_type_k", "cache_type_v"):
             value = getattr(self, name)
             self._set(name, checks.choice(name, value.lower() if isinstance(value, str) else value, CACHE_WORDS))
-        for name in ("draft_max", "draft_min", "spec_pinned", "n_cpu_moe"):
+        for name in ("draft_max", "draft_min", "spec_pinned", "n_cpu_moe", "expert_cache"):
             value, may_be_none = getattr(self, name), name in ("draft_max", "n_cpu_moe")
             expected = "a whole number, 0 or more" + ", or None" * (name == "n_cpu_moe")
             self._set(name, None if value is None and may_be_none else checks.whole(name, value, expected, 0))

@@ -57,6 +57,12 @@ class Plans:
             self._model = model
             self._schedules.clear()
 
+    def cache_experts(self, layers: int, slots: int) -> None:
+        """Plan everything anew, with slots for experts of the first layers, which lie in memory of the host."""
+        with self._lock:
+            self.ctx = replace(self.ctx, host_layers=layers, expert_slots=slots)
+            self._schedules.clear()
+
     def graph(self, n_tokens: int, head: Head, *, keep: bool = False) -> Graph:
         """The graph of so many tokens. keep: recurrent states after each of them are kept."""
         kept = StateSlots(self.slots, keep)

@@ -41,6 +41,8 @@ class LowerContext:
                (vkback/ops/f16_range.py)
     beyond_f16  names of weights that f16 cannot hold: no kernel that makes f16 of weights takes them
     coarse      names of weights whose quantization step is too large for kernels that decode by way of subnormal f16
+    host_layers, expert_slots  experts of so many layers, from the first on, lie in memory of the host, and so many of each layer in a
+               cache on the device (vkback/plan/passes/experts.py); 0 slots: there is none
     exact  a token's values have the same bits however many tokens go through at once (vkback/plan/exact.py)
     flash  False: attention is nodes of its own, kq, kq_soft_max and kqv (vkback/ops/attention/unfused.py)
     """
@@ -56,6 +58,8 @@ class LowerContext:
     coarse: frozenset[str] = frozenset()
     exact: bool = False
     flash: bool = True
+    host_layers: int = 0
+    expert_slots: int = 0
 
     def f16_scale(self, packed: Tensor) -> float:
         """What the values of an F16 tensor are multiplied by."""

@@ -36,6 +36,9 @@ class Collector(Base):
         yield from worker.latencies.between.collect()
         if (batch := worker.batch) is not None:
             yield from _of_batch(batch)
+        if (experts := worker.experts) is not None:
+            yield CounterMetricFamily("vkback_experts_wanted", "Experts that steps wanted, of layers with a cache of them", experts.wanted)
+            yield CounterMetricFamily("vkback_experts_found", "Those of them that lay in the cache", experts.found)
         yield GaugeMetricFamily("vkback_busy", "1 while a request runs", float(worker.state == "busy"))
         yield GaugeMetricFamily("vkback_device_up", "0 while the device is lost", float(worker.state in ("idle", "busy")))
 

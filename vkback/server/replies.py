@@ -60,7 +60,9 @@ def timings(results: Sequence[Result]) -> dict[str, Any]:
     made, made_s = sum(r.timings.decode_tokens for r in results), sum(r.timings.decode_s for r in results)
     drafted, accepted = sum(r.timings.draft_tokens for r in results), sum(r.timings.draft_accepted for r in results)
     drafts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
-    return {"cache_n": cached, **_timed("prompt", read, read_s), **_timed("predicted", made, made_s), **drafts}
+    wanted, found = sum(r.timings.experts_wanted for r in results), sum(r.timings.experts_found for r in results)
+    experts = {"experts_wanted": wanted, "experts_found": found} if wanted else {}
+    return {"cache_n": cached, **_timed("prompt", read, read_s), **_timed("predicted", made, made_s), **drafts, **experts}
 
 
 def _timed(what: str, count: int, seconds: float) -> dict[str, Any]:

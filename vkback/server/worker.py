@@ -27,6 +27,7 @@ from vkback.engine.batch.batch import PAGE, Batch, pages_that_fit
 from vkback.engine.batch.steps import CLASSES
 from vkback.engine.constraint import ConstraintError
 from vkback.engine.engine import Engine, EngineError
+from vkback.engine.expert_cache import ExpertCounts
 from vkback.engine.sampler import Sampler
 from vkback.errors import VkbackError
 from vkback.gguf.vocabularies import TokenizerError
@@ -156,6 +157,12 @@ class Worker:
         """Of the requests that run at once; not to be used but to read its counters."""
         batched = self._model.opened if self._model is not None else None
         return batched.paged if batched is not None and isinstance(batched.batch, Batch) else None
+
+    @property
+    def experts(self) -> ExpertCounts | None:
+        """What the cache of experts had counted when a text ended last; None: there is no such cache."""
+        engine = self._model.engine if self._model is not None else None
+        return engine.expert_counts if engine is not None and engine.caches_experts else None
 
     def chat_problem(self, template: str | None) -> str:
         """Why no conversation can be answered by a template, or without one by the model's own; "" if one can."""

@@ -418,6 +418,8 @@ class Batch:
         if self._flying and (reads or not self._made):
             self._collect()
         made, self._made = self._made, []
+        if any(update.reason for update in made):
+            self.engine.count_experts()
         return made
 
     def run(self) -> list[Update]:

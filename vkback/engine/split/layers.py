@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vkback.device import Device
-from vkback.engine.expert_memory import layer_of
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.weights import device_bytes
 from vkback.errors import VkbackError
@@ -16,6 +15,7 @@ from vkback.models.builder import CacheTypes
 from vkback.models.registry import Model
 from vkback.ops.storage import nbytes
 from vkback.plan.cost.forecast import low_costs
+from vkback.plan.passes.experts import layer_of
 
 Rates = Callable[[Sequence[Device]], Sequence[float]]
 """How fast devices read their memory, in GB/s."""
@@ -116,6 +116,8 @@ def _check(model: Model, options: LoadOptions, name: str) -> None:
     """Raises SplitError for what needs all layers on one device."""
     if not model.architecture.causal:
         raise SplitError(f"[split] {name}: {model.architecture.name} makes vectors of whole texts, on one device; name one with --device")
+    if options.expert_cache:
+        raise SplitError("[split] --expert-cache: a cache of experts is kept by one device; leave it out, or name one device with --device")
     for option, asked in (("--spec-type", options.spec_type not in (None, "none")), ("--spec-pinned", bool(options.spec_pinned))):
         if asked:
             raise SplitError(f"[split] {option}: drafts are made on one device; leave it out, or name one device with --device")

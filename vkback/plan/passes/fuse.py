@@ -11,6 +11,7 @@ from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
 from vkback.plan.passes.altup import fuse_altup, fuse_altup_routers
 from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention, without_flash
 from vkback.plan.passes.choose import choose_kernels
+from vkback.plan.passes.experts import cache_experts
 from vkback.plan.passes.linear import (
     as_linear,
     fuse_bias,
@@ -67,6 +68,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
         nodes = post_norms_into_prologue(nodes, outputs, ctx)
     nodes = fuse_router(nodes, outputs, ctx, of_one=choice["router"] != "gemv")
     nodes = quantize_activations(nodes, outputs, ctx, by=choice["quantize"])
+    nodes = cache_experts(nodes, ctx)
     return fuse_choice(nodes, outputs, ctx) if choice["router"] == "experts" else nodes
 
 
