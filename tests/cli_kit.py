@@ -134,8 +134,13 @@ class FakeEngine:
     def check_caches(self) -> None:
         pass
 
+    expert_counts = ExpertCounts()
+
     def count_experts(self) -> ExpertCounts:
-        return ExpertCounts()
+        return self.expert_counts
+
+    def after_text(self) -> None:
+        pass
 
     def use_adapters(self, scales: Sequence[float]) -> None:
         assert not scales

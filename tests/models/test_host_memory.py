@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_server import Served
 from tiny_models import TINY
 from typer.testing import CliRunner
 
@@ -31,9 +32,11 @@ from vkback.models import Model
 from vkback.models.synth import SHAPES, synthesize
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext
+from vkback.paths import builtin_model
 from vkback.plan.passes.experts import layer_of
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
+from vkback.server.app import Limits
 from vkback.shader import Variant
 from vkback.tuning.lookup import Tuning
 
@@ -196,6 +199,24 @@ def test_a_text_and_a_command_tell_how_often_experts_were_there(qwen3moe: Path, 
         app, ["run", "-m", str(qwen3moe), "--tokens", "1,2,3", "-n", "4", "--ctx", "64", "-cmoe", "--expert-cache", "4"]
     )
     assert run.exit_code == 0 and re.search(r"^experts +\d+ wanted, \d+ in the cache \(\d+%\)$", run.output, re.M), run.output
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_server_tells_how_often_experts_were_there(parallel: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = LoadOptions(ctx=128, act="f32", cpu_moe=True, expert_cache=16)
+    monkeypatch.setattr(Engine, "load", lambda path, device, **_: Engine.open(path, device, how))
+    served = Served(device, Limits(), parallel=parallel, path=builtin_model("demo-moe"))
+    try:
+        reply = served.text(max_tokens=6, temperature=0, ignore_eos=True)
+        lines = served.client.get("/metrics").text.splitlines()
+    finally:
+        served.close()
+    told = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+    wanted, found = told["vkback_experts_wanted_total"], told["vkback_experts_found_total"]
+    assert wanted > found > 0
+    if parallel == 1:
+        assert 0 < reply["timings"]["experts_found"] <= reply["timings"]["experts_wanted"] <= wanted
 
 
 @pytest.mark.vulkan

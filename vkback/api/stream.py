@@ -288,7 +288,8 @@ class EngineText:
                 if piece is not None and out.finish is None:
                     yield piece
                 if out.finish is not None:
-                    experts = engine.count_experts() - experts_before
+                    engine.after_text()
+                    experts = engine.expert_counts - experts_before
                     out.timings = replace(out.timings, experts_wanted=experts.wanted, experts_found=experts.found)
         finally:  # here: what an iterator raises where it is thrown away, Ctrl-C for one, is printed as ignored
             self.pause()

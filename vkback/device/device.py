@@ -131,6 +131,17 @@ class Device:
         self._driver.require_own_process()
         return self._memory.free()
 
+    def budget_left(self) -> int | None:
+        """Bytes that the driver leaves to this process beyond what it has taken, of the same heap; negative where others have taken them
+        since. None where it does not tell (VK_EXT_memory_budget)."""
+        self._driver.require_own_process()
+        return self._memory.budget_left()
+
+    @property
+    def own_bytes(self) -> int:
+        """What this Device has taken of that heap."""
+        return self._memory.own_bytes
+
     def memory_use(self) -> MemoryUse:
         """What its memory is used for now, and the most that was used."""
         purposes: dict[str, tuple[int, int]] = {}

@@ -294,6 +294,15 @@ class MemoryPool:
         budget = budget_left(self._physical, self._instance_fn, self._caps, heap)
         return max(left if budget is None else min(left, budget), 0)
 
+    def budget_left(self) -> int | None:
+        """As of `Device`."""
+        return budget_left(self._physical, self._instance_fn, self._caps)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes taken of the device's own heap."""
+        return self._taken[own_heap(self._caps)]
+
     def _unclaimed(self, heap: int) -> int:
         size = self._caps.heaps[heap].size
         if self._limit is not None and heap == own_heap(self._caps):

@@ -36,6 +36,7 @@ from vkback.engine.expert_cache import ExpertCache, ExpertCounts
 from vkback.engine.expert_memory import ExpertMemory, HostRates, expert_memory, fitting, forecast_line, guessed_rates, share_left
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import HEADS, Exact, LoadOptions
+from vkback.engine.memory_watch import MemoryWatch
 from vkback.engine.plans import HeadPlans, Plans
 from vkback.engine.prompts import SMALLEST, Prompts
 from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
@@ -225,6 +226,7 @@ class Engine:
         self.expert_counts = ExpertCounts()
         """What the cache of experts had counted when `count_experts` was called last."""
         self._expert_cache: ExpertCache | None = None
+        self._memory = [MemoryWatch(each, model.file.path.name) for each in dict.fromkeys([*(other for other, _ in before), device])]
         self._adapters = AdapterMemory()
         self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
@@ -398,6 +400,8 @@ class Engine:
             self.load_times = load.times
             loaded = load.loaded()
         self._arenas += loaded.arenas
+        for watch in self._memory:
+            watch.loaded()
         return loaded
 
     def _place_experts(self, weights: Mapping[str, Tensor], rates: HostRates | None) -> ExpertMemory:
@@ -435,6 +439,12 @@ class Engine:
     def caches_experts(self) -> bool:
         """Whether there is a cache of experts."""
         return self._expert_cache is not None
+
+    def after_text(self) -> None:
+        """What is looked at when a text has ended: memory that other programs took, and counts of the cache of experts."""
+        for watch in self._memory:
+            watch.look()
+        self.count_experts()
 
     def count_experts(self) -> ExpertCounts:
         """How many experts steps have wanted so far, and how many of them lay in the cache. Reads the device, once for each layer."""

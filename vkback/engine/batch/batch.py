@@ -419,7 +419,7 @@ class Batch:
             self._collect()
         made, self._made = self._made, []
         if any(update.reason for update in made):
-            self.engine.count_experts()
+            self.engine.after_text()
         return made
 
     def run(self) -> list[Update]:

@@ -151,6 +151,10 @@ class ExpertCache(Op):
             for runs in (0, 1, 2, 50):
                 yield self.build_case(n_expert, slots, n, used, runs, seed=2)
 
+    def perf_cases(self) -> Iterator[Case]:
+        for slots, n in ((32, 1), (64, 1), (96, 1), (64, 8)):
+            yield self.build_case(128, slots, n, 8, 50)
+
     def build_case(self, n_experts: int, slots: int, n_token: int, n_used: int, runs: int, seed: int = 1) -> Case:
         """A table as so many runs before have left it. Few experts are chosen often, the others rarely."""
         if not 1 <= n_used <= n_experts or n_token * n_used > slots:
@@ -238,6 +242,10 @@ class ExpertCopy(Op):
     def full_cases(self) -> Iterator[Case]:
         for kind in quants.WEIGHT_TYPES:
             yield self.build_case(kind, n_experts=7, slots=5, m=64, k=512, copies=3, seed=2)
+
+    def perf_cases(self) -> Iterator[Case]:
+        for copies in (0, 1, 8):
+            yield self.build_case("Q4_K", n_experts=16, slots=8, m=1536, k=2048, copies=copies)
 
     def build_case(self, type: str, n_experts: int, slots: int, m: int, k: int, copies: int, seed: int = 1) -> Case:
         """Experts of m rows of k weights; k=0: biases. One copy more is none."""

@@ -1,0 +1,147 @@
+"""Experts in memory of the host, with and without a cache of them on the device, beside all of them on the device.
+
+    python bench/host_memory.py MODEL.gguf [--device 0] [--share 0.6] [--skew 0.6] [--tests tg128,pp512] [-r 3]
+
+MODEL is a mixture of experts, one that `vkback synth` made for this, since --skew changes it in place: the rows of each layer's router are
+multiplied by exp(skew * z), z normal, so that some experts are chosen often, as in a trained model. --skew 0 leaves it alone.
+
+Prints what host and device read a second, and a table: tokens a second with everything on the device; with as many layers' experts in host
+memory as leave --share of the model's bytes on the device; with the experts of all layers there; with these and a cache that fills --share.
+Of the third the speed that the host's rate allows, of the last how often experts were in the cache. Texts must be the same.
+docs/host_memory.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vkback.api.model import host_rates
+from vkback.cli.vkbench_tests import plan_tests
+from vkback.device import Device
+from vkback.engine.engine import Engine
+from vkback.engine.load_options import ALL_LAYERS, LoadOptions
+from vkback.engine.sampler import Sampler
+from vkback.gguf.file import GgufFile
+from vkback.units import size_text
+
+WARM_S = 1.0
+TEXT_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens a second of each test, how often experts were in the cache (None: there was none), device memory of the weights, a text."""
+
+    speeds: dict[str, float]
+    share: float | None
+    nbytes: int
+    text: list[int]
+
+
+def skew(path: Path, sigma: float) -> None:
+    """Multiply the rows of all routers, which are F32."""
+    rng = np.random.default_rng(1)
+    routers = [t for name, t in GgufFile.open(path).tensors.items() if name.endswith("ffn_gate_inp.weight")]
+    rows = [(t.offset, np.array(t.data).view(np.float32).reshape(t.shape[0], -1)) for t in routers if t.type == "F32"]
+    with path.open("r+b") as out:
+        for offset, values in rows:
+            out.seek(offset)
+            out.write((values * np.exp(sigma * rng.standard_normal(values.shape[0]))[:, None]).astype(np.float32).tobytes())
+
+
+def measured(path: Path, device: Device, options: LoadOptions, tests: list[str], repetitions: int) -> Run:
+    """One way to load it."""
+    begun = time.perf_counter()
+    with Engine.open(path, device, options) as engine:
+        loaded = time.perf_counter() - begun
+        purposes = device.memory_use().purposes
+        nbytes = sum(purposes.get(name, (0, 0))[0] for name in ("weights", "cache of experts"))
+        rng, speeds = np.random.default_rng(0), {}
+        share = None
+        for test in plan_tests(tests, [], [], [], []):
+            prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
+            engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
+
+            def run(prompt: list[int] = prompt, n_gen: int = test.n_gen) -> float:
+                engine.reset()
+                begun = time.perf_counter()
+                if prompt:
+                    engine.prompt(prompt)
+                for _ in engine.generate(1, n_gen, stop_at_eos=False) if n_gen else ():
+                    pass
+                return time.perf_counter() - begun
+
+            warm = time.perf_counter()
+            run()
+            while not device.caps.software and time.perf_counter() - warm < WARM_S:
+                run()
+            before = engine.count_experts()
+            speeds[test.name] = (test.n_prompt + test.n_gen) / statistics.median(run() for _ in range(repetitions))
+            if engine.caches_experts and test.n_gen:
+                share = (engine.count_experts() - before).share
+        engine.reset()
+        text = list(engine.generate(5, TEXT_TOKENS, stop_at_eos=False))
+        told = f"{loaded:.1f} s to load; {engine.expert_memory.in_host} layers, {size_text(engine.expert_memory.nbytes)} in host memory"
+        print(f"{told}; {speeds}; {share}", flush=True)
+    return Run(speeds, share, nbytes, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--device")
+    parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--skew", type=float, default=0.6)
+    parser.add_argument("--tests", default="tg128,pp512")
+    parser.add_argument("--ctx", type=int, default=1024)
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    args = parser.parse_args()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    tests = args.tests.split(",")
+    if args.skew:
+        skew(args.model, args.skew)
+    with Device.open(args.device) as device:
+        own, host = host_rates(device)
+        print(f"{device.caps.name}: reads {own:.0f} GB/s of its own memory, {host:.1f} GB/s of the host's", flush=True)
+
+        def run(**how: int) -> Run:
+            return measured(args.model, device, LoadOptions(ctx=args.ctx, **how), tests, args.repetitions)  # type: ignore[arg-type]
+
+        whole = run(n_cpu_moe=0)
+        all_there = run(n_cpu_moe=ALL_LAYERS)
+        with Engine.open(args.model, device, LoadOptions(ctx=args.ctx, n_cpu_moe=ALL_LAYERS)) as engine:
+            layers, experts, used = engine.expert_memory.layers, engine.model.hp.n_expert, engine.model.hp.n_expert_used
+            there = engine.expert_memory.nbytes
+            read = sum(
+                d.weight_bytes for d in engine.schedule().dispatches() if {a.tensor.name for a in d.args} & engine.expert_memory.names
+            )
+        room = max(args.share * whole.nbytes - all_there.nbytes, 0.0) / there
+        slots, kept = max(int(room * experts), used), int(room * len(layers))
+        some = run(n_cpu_moe=layers[len(layers) - kept] if kept else ALL_LAYERS)
+        cached = run(n_cpu_moe=ALL_LAYERS, expert_cache=min(slots, experts))
+    allowed = 1.0 / (read / host / 1e9)
+    print(f"\n| {args.model.name} | {' | '.join(f'{t}, t/s' for t in tests)} | x of all on the device | weights there | in the cache |")
+    print("|---" * (len(tests) + 4) + "|")
+    names = (
+        "all on the device",
+        f"experts of {len(layers) - kept} layers in host memory",
+        "experts of all layers",
+        f"these, {slots} in a cache",
+    )
+    for name, each in zip(names, (whole, some, all_there, cached), strict=True):
+        x = " / ".join(f"{each.speeds[t] / whole.speeds[t]:.3f}" for t in each.speeds)
+        hits = "" if each.share is None else f"{each.share:.1%}"
+        print(f"| {name} | {' | '.join(f'{v:.1f}' for v in each.speeds.values())} | {x} | {size_text(each.nbytes)} | {hits} |")
+    print(f"\nexperts of a token: {read / 1e6:.1f} MB, so {host:.1f} GB/s allow {allowed:.1f} t/s")
+    print(f"the same texts: {[each.text == whole.text for each in (some, all_there, cached)]}")
+
+
+if __name__ == "__main__":
+    main()
