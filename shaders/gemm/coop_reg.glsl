@@ -30,7 +30,8 @@
 //
 // BY_EXPERTS 1: a grouped product (MUL_MAT_ID). A tile has slots of one expert, by a route, and a lane looks up where the columns that it holds
 // elements of lie in x. x is that of tokens or of slots, in whatever order of columns; its matrices may have other columns (X_FN) than those here.
-// The route is read before the wait for x: it is waited for first, by a counter of its own (EXPECTED_FIRST), unless it is older.
+// The route is read before the wait for x: it is waited for first, by a counter of its own (EXPECTED_FIRST), unless it is older. With TILES_EACH
+// a workgroup makes so many row tiles of the same slots, one after the other: as a subgroup ends one, it loads the first weights of the next.
 //
 // Defines: QUANT_FILE. Before it: gemm/matrix.glsl, and OUT_SHIFT: 1 if two rows of weights make one of the output, else 0. Everything else
 // is a specialization constant.
@@ -58,6 +59,11 @@ layout(constant_id = 17) const uint PASS_N = 16;  // columns of a tile that are 
 layout(constant_id = 18) const uint X_PART = 0;  // words of a lane and matrix column of x in a part, a divisor of BLOCK_WORDS; 0: x goes straight into registers
 #else
 const uint X_PART = 0;
+#endif
+#if BY_EXPERTS
+layout(constant_id = 30) const uint TILES_EACH = 1;  // row tiles of a workgroup
+#else
+const uint TILES_EACH = 1;
 #endif
 const uint TILE_M = ROW_SUBGROUPS * SUBGROUP_M, GROUPED = BY_EXPERTS;
 
@@ -291,11 +297,18 @@ void multiply_parts(uint first_row, uint slice, uint turn) {
 }
 #endif
 
+// Whether this is the last step of the subgroup's in a tile that has another one behind it, whose first step is `slice`.
+bool next_tile = false;
+
+bool leaves_tile(uint step) { return TILES_EACH > 1 && next_tile && step + K_SUBGROUPS >= steps; }
+
 // The products of one step. Registers of weights and of x are reloaded for later steps after their last use.
-void multiply(uint first_row, uint step) {
+void multiply(uint first_row, uint step, uint slice) {
+    const bool leaves = leaves_tile(step);
+    const uint row_after = leaves ? first_row + TILE_M : first_row, step_after = leaves ? slice : step + K_SUBGROUPS;
     [[unroll]] for (uint u = 0; u < LANE_UNITS; u++) {
         const bool last = u + 1 == LANE_UNITS;
-        const uint next_step = last ? min(step + K_SUBGROUPS, steps - 1u) : step, next_unit = last ? 0 : u + 1;
+        const uint next_step = last ? min(step_after, steps - 1u) : step, next_unit = last ? 0 : u + 1;
         const bool valid = LANE_UNITS == 1 || K_ALIGNED != 0 || step * LANE_UNITS + u < blocks;
         [[unroll]] for (uint i = 0; i < MS; i++) {
             uvec4 w[OWN_ROWS * 4];
@@ -303,7 +316,7 @@ void multiply(uint first_row, uint step) {
                 uvec4 words[4];
                 unit_f16(loaded_unit(i * OWN_ROWS + r, u), valid, words);  // past the end of a row x is zero
                 [[unroll]] for (uint j = 0; j < 4; j++) w[r * 4 + j] = words[j];
-                load_unit(i * OWN_ROWS + r, u, first_row, step + K_SUBGROUPS);
+                load_unit(i * OWN_ROWS + r, u, row_after, step_after);
             }
             [[unroll]] for (uint j = 0; j < MATRICES; j++) {
                 MATRIX_A a;
@@ -392,6 +405,21 @@ void load_with_x();
 void load_after();
 void store_tile();
 
+void clear_sums() {
+    [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
+}
+
+void store_passes() {
+    [[unroll]] for (uint pass = 0; pass < TILE_N / PASS_N; pass++) {
+        pass_first = pass * PASS_N;
+        pass_count = min(tile_count - min(pass_first, tile_count), PASS_N);
+        if (pass != 0) barrier();
+        stage_sums(gl_SubgroupID, pass);
+        barrier();
+        store_tile();
+    }
+}
+
 void main() {
 #ifdef UNIT_TABLE
     unit_table(gl_LocalInvocationID.x, WG);
@@ -404,6 +432,7 @@ void main() {
         arrive();
         return;
     }
+    tile_row *= TILES_EACH;
     const uint row_subgroup = gl_SubgroupID / K_SUBGROUPS, slice = gl_SubgroupID % K_SUBGROUPS;
     const uint first_row = tile_row + row_subgroup * SUBGROUP_M;
     blocks = (end_unit + ROW_LANES - 1u) / ROW_LANES;
@@ -425,25 +454,30 @@ void main() {
         [[unroll]] for (uint n = 0; n < NS; n++)
             [[unroll]] for (uint i = 0; i < BLOCK_WORDS; i++) fetch_x(n, i, min(slice, steps - 1u), 0);
     load_with_x();
-    [[unroll]] for (uint i = 0; i < MS * NS; i++) sums[i] = MATRIX_SUM(0.0);
     if (X_SQUARES != 0 && FACTORS_FIRST) find_column_factors();
-#if !BY_EXPERTS
+#if BY_EXPERTS
+    [[dont_unroll]] for (uint tile = 0; tile < TILES_EACH && tile_row < p.m; tile++) {
+        next_tile = tile + 1u < TILES_EACH && tile_row + TILE_M < p.m;
+        clear_sums();
+        const uint row = first_row + tile * TILE_M;
+        [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(row, step, slice);
+        load_after();
+        if (X_SQUARES != 0 && !FACTORS_FIRST && tile == 0u) find_column_factors();
+        if (tile != 0u) barrier();
+        store_passes();
+        tile_row += TILE_M;
+    }
+#else
+    clear_sums();
     if (X_PART != 0) {
         barrier();
         const uint turns = (steps + K_SUBGROUPS - 1u) / K_SUBGROUPS;  // the same for all slices, as barriers ask
         [[dont_unroll]] for (uint turn = 0; turn < turns; turn++) multiply_parts(first_row, slice, turn);
     } else
-#endif
-        [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step);
+        [[dont_unroll]] for (uint step = slice; step < steps; step += K_SUBGROUPS) multiply(first_row, step, slice);
     load_after();
     if (X_SQUARES != 0 && !FACTORS_FIRST) find_column_factors();
-    [[unroll]] for (uint pass = 0; pass < TILE_N / PASS_N; pass++) {
-        pass_first = pass * PASS_N;
-        pass_count = min(tile_count - min(pass_first, tile_count), PASS_N);
-        if (pass != 0) barrier();
-        stage_sums(gl_SubgroupID, pass);
-        barrier();
-        store_tile();
-    }
+    store_passes();
+#endif
     arrive();
 }

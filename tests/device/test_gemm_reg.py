@@ -441,6 +441,24 @@ def test_bits_of_a_slot_do_not_depend_on_others(quant: str, device: Device, kern
         np.testing.assert_array_equal(row.view(np.uint32), rows[0].view(np.uint32))
 
 
+@pytest.mark.vulkan
+@pytest.mark.parametrize("quant", ["Q4_K", "MXFP4"])
+def test_bits_do_not_depend_on_row_tiles_of_a_workgroup(quant: str, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Five tiles of rows, the last of which is not whole, in workgroups of one, two and four; more steps along K than subgroups share."""
+    use = by_registers(ctx, device)
+    problem = mul_mat_id_case(quant, 6, 2, 72, 7, 1280, shared=True).build()
+    y, rows, groups = problem.node.outputs[0].name, [], []
+    for each in (1, 2, 4):
+        tuned = dataclasses.replace(use, tuning=Overrides(ctx.tuning, {"gemm": {**CUT, "tiles_each": each}}, "test"))
+        products = [d for d in OPS[problem.node.op].lower(problem.node, tuned) if d.kernel.source == "gemm/coop_reg_experts.comp"]
+        groups.append(products[0].groups[0])
+        rows.append(runner.run_problem(device, kernels, problem, tuned)[y])
+    assert groups == [groups[0], groups[0] // 5 * 3, groups[0] // 5 * 2]
+    assert nmse(rows[0], runner.reference(problem)[y]) <= F16_TOLERANCE.nmse
+    for other in rows[1:]:
+        np.testing.assert_array_equal(other.view(np.uint32), rows[0].view(np.uint32))
+
+
 def test_which_heads_products_can_turn_and_store() -> None:
     """Without a norm, into F16 caches; four rows of a thread in one head; rows in a known order."""
 

@@ -52,6 +52,7 @@ declare(
         "split_k": "positive",  # parts of a row, added up at the end (coop_mat, dense)
         "slice_k": (1, 2, 3, 4, 6, 7, 8, 12, 14, 16),  # subgroups of a workgroup that share a row (coop_reg, dense)
         "x_shared": (False, True),  # activations go through shared memory, once for all rows of a tile (coop_reg, dense)
+        "tiles_each": (1, 2, 3, 4, 6, 8),  # row tiles that a workgroup makes one after the other (coop_reg, by experts)
         "subnormals": (False, True),  # weights decoded by way of subnormal f16, where type and values allow it (coop_mat, coop_reg)
         "rows": (2, 4),  # weight rows of a thread (f32)
     },
@@ -60,7 +61,7 @@ declare(
 PARAMS_READ: Mapping[Kernel, tuple[str, ...]] = {
     "gemv": (),
     "coop_mat": ("tile_m", "tile_n", "step_k", "warp_m", "warp_n", "split_k", "subnormals"),
-    "coop_reg": ("tile_m", "tile_n", "warp_m", "slice_k", "x_shared", "subnormals"),
+    "coop_reg": ("tile_m", "tile_n", "warp_m", "slice_k", "x_shared", "tiles_each", "subnormals"),
     "int_dot": ("tile_n",),
     "f32": ("tile_n", "rows"),
 }
@@ -227,7 +228,8 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         cut = (choice["tile_m"], choice["tile_n"], choice["warp_m"], choice["slice_k"])
         shape = gemm_reg.shape_of(*cut, lanes, ctx.caps, narrow=grouped, x_shared=bool(choice["x_shared"]) and not grouped)
         if shape is not None:
-            shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx))
+            each = int(choice["tiles_each"]) if grouped else 1
+            shape = dataclasses.replace(shape, subnormals=_by_subnormals(node.w, choice, ctx), tiles_each=each)
         return shape, choice.source
     # No matrices on this device, or this weight may not go through them.
     if kernel == "coop_mat" and matrix is None:

@@ -234,7 +234,7 @@ def push_words(problem: Gemm, shape: GemmShape, shard: Shard, x_stride: int, y_s
 def grid(problem: Gemm, shape: GemmShape, shard: Shard) -> tuple[int, int, int]:
     """Workgroups: row tiles times column tiles, spread over x and y, and the parts of a split-K product along z."""
     rows = problem.m if problem.route is not None or problem.transposed else shard.rows
-    tiles = ceil_div(rows, shape.tile_m) * column_tiles(problem, shape.tile_n)
+    tiles = ceil_div(rows, shape.tile_m * shape.tiles_each) * column_tiles(problem, shape.tile_n)
     y = ceil_div(tiles, MAX_GROUPS_X)
     return ceil_div(tiles, y), y, shape.split_k
 

@@ -42,6 +42,7 @@ class GemmShape:
     slice_k    subgroups that share the rows of a part and take turns along K; subgroups = tile_m / warp_m * slice_k
     row_lanes  neighbouring lanes that share a row of a matrix
     x_shared   x goes through shared memory, once for all rows of a tile; else each subgroup reads it into registers
+    tiles_each  row tiles that a workgroup of a product by experts makes one after the other
     """
 
     kernel: GemmKernel
@@ -58,6 +59,7 @@ class GemmShape:
     row_lanes: int = 0
     subnormals: bool = False
     x_shared: bool = False
+    tiles_each: int = 1
 
 
 @dataclass(frozen=True)

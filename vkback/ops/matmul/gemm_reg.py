@@ -224,7 +224,8 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         spec |= _epilogue_spec(problem, shape, caps)
         stores = _epilogue_buffers(problem, shard, caps)
         if problem.route is not None:
-            spec = {name: value for name, value in spec.items() if name not in DENSE_ALONE} | {"X_FN": x_columns}
+            spec = {name: value for name, value in spec.items() if name not in DENSE_ALONE}
+            spec |= {"X_FN": x_columns, "TILES_EACH": shape.tiles_each}
             stores = {name: arg for name, arg in stores.items() if name in ("Y", "Overflow")} | {"Route": Arg(problem.route)}
         buffers |= stores
     groups = grid(problem, shape, shard)
@@ -237,6 +238,7 @@ def _product(problem: Gemm, shape: GemmShape, caps: Capabilities, index: int, sh
         problem.name,
         f"coop_reg: tiles of {shape.tile_m} x {shape.tile_n}, {shape.slice_k} of {shape.subgroups} subgroups share a row"
         + (", x through shared memory" if shape.x_shared else "")
+        + (f", {shape.tiles_each} row tiles a workgroup" if shape.tiles_each > 1 else "")
         + (f", {stored}" if stored else ""),
         nbytes=weight_bytes(problem, shard) + nbytes(problem.x) + nbytes(problem.y),
         weight_bytes=weight_bytes(problem, shard),
