@@ -9,7 +9,8 @@
 //   binding 1   cache of K, F16 [n_head_kv, n_ctx, HD]
 //   binding 2   cache of V, the same
 //   binding 3   pos I32 [n]; -1: padding, whose output is zero
-//   binding 4   y F32 [n, n_head * HD], or with OUT_UNITS F16 in unit order (gemm/units.glsl), y_stride 16-byte words per OUT_FN columns
+//   binding 4   y F32 [n, n_head * HD]; with OUT_UNITS F16 in unit order (gemm/units.glsl), y_stride 16-byte words per OUT_FN columns; with
+//               OUT_Q8_1 rows of Q8_1 (common/q8_1.glsl)
 //   binding 5   sinks F32 [n_head] (HAS_SINKS)
 //   binding 6   overflow word of queries as f16 (gemm/overflow.glsl)
 //   bindings 7, 8   slots I32 [n], and pages I32 [n_slots, max_pages] (PAGE; attention/pages.glsl): pos counts rows of the token's sequence
@@ -52,6 +53,7 @@ layout(constant_id = 14) const uint PAGE = 0;         // rows of a page, a multi
 layout(constant_id = 15) const uint SPINS_ON_X = 0;   // 1: the combiner spins on the results of the other splits
 layout(constant_id = 16) const uint ARRIVES = 0;      // common/arrivals.glsl
 layout(constant_id = 17) const uint EXPECTED = 0;     // likewise
+layout(constant_id = 18) const uint OUT_Q8_1 = 0;     // HD is then a multiple of 32, and a subgroup has 8 lanes at least
 
 #define SYNC_SENTINEL 1
 #define SPINS 1
@@ -85,6 +87,7 @@ layout(std430, set = 0, binding = 3) readonly buffer Pos { int pos[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer Y { vec4 y4[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer YPairs { uvec2 y2[]; };
 layout(std430, set = 0, binding = 4) writeonly buffer YHalves { float16_t y_half[]; };
+layout(std430, set = 0, binding = 4) writeonly buffer YWords { uint y_words[]; };
 layout(std430, set = 0, binding = 5) readonly buffer Sinks { float sinks[]; };
 layout(std430, set = 0, binding = 7) readonly buffer Slots { int slots[]; };
 layout(std430, set = 0, binding = 8) readonly buffer Pages { int pages[]; };
@@ -101,6 +104,18 @@ const float SLACK = 4.0;
 #include "attention/window.glsl"
 #include "attention/weight.glsl"
 #include "gemm/pack.glsl"
+// Of eight neighbouring lanes, which have neighbouring vec4 of the results.
+uint group_max(uint v, uint lanes) {
+    [[unroll]] for (uint i = 1; i < 8; i *= 2) v = max(v, subgroupShuffleXor(v, i));
+    return v;
+}
+
+uint group_sum(uint v, uint lanes) {
+    [[unroll]] for (uint i = 1; i < 8; i *= 2) v += subgroupShuffleXor(v, i);
+    return v;
+}
+
+#include "common/q8_1.glsl"
 // The order of the product that reads the output.
 #define FN OUT_FN
 #define FK OUT_FK
@@ -275,7 +290,7 @@ vec4 merged(uint item, out vec2 max_sum) {
     return total;
 }
 
-const uint AT_ONCE = SPLITS < 8 ? SPLITS : 8;
+const uint AT_ONCE = SPLITS < 16 ? SPLITS : 16;
 
 // Adds the results of `used` splits of vec4 `item`, in their order. own: the split that this workgroup has itself, total and max_sum; `used`
 // where it reads all of them.
@@ -323,6 +338,10 @@ void finish(uint token, uint head0, uint item, vec4 total, vec2 max_sum) {
         total *= rescale / (max_sum.y * rescale + exp2(sink - next));
     } else total = max_sum.y == 0.0 ? vec4(0.0) : total / max_sum.y;
     const uint quad = head0 * (HD / 4) + item;
+    if (OUT_Q8_1 != 0) {
+        q8_1_store(token, p.n_head * (HD / 32), quad, q8_1_pack(quad, total));
+        return;
+    }
     if (OUT_UNITS == 0) {
         y4[token * p.n_head * (HD / 4) + quad] = not_sentinel(total);
         return;

@@ -155,6 +155,8 @@ class FlashCases(Op):
             yield self.build_case(8, 2, 128, 320, (299, 90, 200), seed=seed + 60, page=32, window=100, sinks=True).where(**shape)
             yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 70, nan_rows=1).where(**shape)
             yield self.build_case(8, 2, 64, 100, (99, 65), seed=seed + 80, inf_rows=1).where(**shape)
+            yield self.build_case(8, 1, 64, 300, (299,), "Q8_1", seed=seed + 90).where(**shape)
+            yield self.build_case(16, 2, 128, 700, (640,), "Q8_1", seed=seed + 100, window=600, sinks=True).where(**shape)
 
     def chunk_cases(self) -> Iterator[Case]:
         """Windows of chunks: the first, the last and a middle row of one, splits, padding, sinks, types, pages, prompts over several."""

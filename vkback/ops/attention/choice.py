@@ -94,7 +94,7 @@ class AttentionChoice:
 
     def storing(self, node: Node, ctx: LowerContext) -> AttentionChoice:
         """The choice for the node with another type of output. The kernel for latent rows by matrices makes F32 alone, the one for few
-        tokens by matrices no Q8_1."""
+        tokens by matrices Q8_1 of one token alone."""
         other = (self.latent and node.outputs[0].type != "F32") or (self.few is not None and node.outputs[0].type == "Q8_1")
         return choose(node, ctx) if other else self
 
@@ -140,9 +140,15 @@ def _few_by_matrices(node: Node, params: Choice, ctx: LowerContext) -> decode_ma
     caches = {cache_k.type, cache_v.type} == {"F16"} and cache_k.name != cache_v.name and v_dim(node, cache_v) == cache_k.shape[2]
     plain = caches and cache_v.shape[2] == cache_k.shape[2] and len(pos.shape) == 1 and not node.params.get("split_q")
     rounds = ctx.act not in ("f32", "f16") and not ctx.exact and attention_prompt.queries_f16(q).name not in ctx.f16_scales
-    if params["kernel"] != "decode_matrix" or not plain or not rounds or node.outputs[0].type == "Q8_1":
+    q8_1 = node.outputs[0].type == "Q8_1"
+    if params["kernel"] != "decode_matrix" or not plain or not rounds or (q8_1 and not _stores_q8_1(q, ctx)):
         return None
     return decode_matrix.shape_for(params, q.shape[1], cache_k.shape[0], cache_k.shape[2], page_of(node), ctx)
+
+
+def _stores_q8_1(q: Tensor, ctx: LowerContext) -> bool:
+    """Whether the kernel for few tokens by matrices can store Q8_1, as products of one token read it: whole units, of eight lanes each."""
+    return q.shape[0] == 1 and q.shape[2] % UNIT == 0 and ctx.caps.subgroup_size >= 8
 
 
 def prompt_shape(node: Node, ctx: LowerContext) -> attention_prompt.PromptShape | None:

@@ -35,7 +35,7 @@ class DecodeProblem:
     q       F32 [n, n_head, hd]
     cache   F16 [n_head_kv, n_ctx, hd], K's and V's
     pos     I32 [n], -1: padding
-    y       F32 [n, n_head * hd], or F16 in unit order for a product of shape `units`
+    y       F32 or Q8_1 [n, n_head * hd], or F16 in unit order for a product of shape `units`
     sinks   F32 [n_head]
     paged   slots I32 [n] and pages I32 [n_slots, max_pages] of `page` rows; none: the caches hold one sequence
     window  as kernels take it: rows that a token sees at most, 0: all; with CHUNK_BIT of chunks
@@ -135,6 +135,8 @@ def lower(problem: DecodeProblem, shape: DecodeMatrixShape, caps: Capabilities, 
         "PAGE": problem.page,
     }
     y_stride = 0
+    if problem.y.type == "Q8_1":
+        spec |= {"OUT_Q8_1": 1}
     if problem.units is not None:
         _, columns, depth = problem.units.matrix
         spec |= {"OUT_UNITS": 1, "OUT_FN": columns, "OUT_FK": depth}

@@ -451,7 +451,7 @@ class FlashAttnExt(FlashCases):
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         choice = choice_of(node, ctx)
         if choice.few is not None:
-            return attention_prompt.MATRIX_TOLERANCE
+            return max(attention_prompt.MATRIX_TOLERANCE, _tolerance(node), key=lambda t: t.nmse)
         return _tolerance(node) if choice.shape is None else attention_prompt.tolerance(choice.shape, node.outputs[0])
 
 
