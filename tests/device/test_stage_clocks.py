@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kernel_paths import planned_for, with_params
 
 from vkback.autotune.program_sweep import CHECKED_TOKENS
 from vkback.device import Device
-from vkback.models import Model
+from vkback.models import Model, synth
 from vkback.ops.lowering import LowerContext
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
@@ -80,3 +81,12 @@ def test_a_device_without_a_clock_is_named(tokens: Tokens, ctx: LowerContext, mo
     monkeypatch.setattr(tokens.device, "caps", blind)
     with pytest.raises(ClockError, match="cannot read the device's clock"):
         measure_clocks(tokens, schedule(tokens.model, ctx, "sentinel"))
+
+
+@pytest.mark.vulkan
+def test_logits_end_with_the_vocabulary(device: Device, library: ShaderLibrary, ctx: LowerContext, tmp_path: Path) -> None:
+    """A vocabulary of 331 tokens, whose memory is longer: what lies behind it is no logit."""
+    synth.synthesize("tiny-qwen3-Q8_0", tmp_path / "model.gguf")
+    model = Model.open(tmp_path / "model.gguf")
+    with Tokens(model, device, library, ctx, n_ctx=N_CTX, depth=2) as made, TokenProgram(made, plan(made.graph, ctx)) as program:
+        assert program.run(7).shape == (model.hp.n_vocab,)

@@ -117,7 +117,7 @@ class TokenProgram:
         tokens.begin_with(token % tokens.model.hp.n_vocab)
         tokens.device.submit([self.commands, self._one]).wait()
         tokens.begin_with(0)
-        return self.download(LOGITS, np.float32)
+        return self.download(LOGITS, np.float32)[: self.schedule.tensors()[LOGITS].elements]  # its memory may be longer
 
     def logits(self, tokens: Sequence[int]) -> Array:
         """Of some tokens, each by itself: F32 [tokens, vocabulary]."""
