@@ -35,8 +35,8 @@ from vkback.train.finetune import FineTune, Plan, Record
 from vkback.train.trainer import TrainError
 
 A_FOLDER = "(Is a directory|Permission denied)"
-TOO_LONG = "(File name too long|Invalid argument|No such file or directory)"
-"""In the words of Linux and of Windows."""
+TOO_LONG = "(File name too long|Invalid argument|No such file or directory|File not found)"
+"""In the words of Linux, of Windows and of Wine."""
 
 CONTENTS = {
     "empty": b"",
