@@ -21,6 +21,8 @@
 //   y         F32 [n, N_HEAD * DIM], or Q8_1 (OUT_Q8_1, CONV 1)
 //   BIND_SLOTS  slots I32 [n] (CONV 1): each token is of a sequence of its own, whose states are number slots[t] of state and conv, which
 //             then have one more axis in front; workgroups along z take the tokens
+//   BIND_DRAWS  draws I32 [n] (BIND_SLOTS): a sequence may have drafts in columns of their own (ssm/own_columns.glsl). The workgroups of its
+//             last token take all of them, one after the other
 //
 // A workgroup has ROWS rows of a head, all of them with CONV 1. A thread has PER_THREAD rows, and of each the quads of one of LANES lanes; it
 // holds them in registers for all tokens. q, k and v of TILE tokens at a time are staged in shared memory. q and k stay there as they come:
@@ -93,15 +95,25 @@ layout(std430, set = 0, binding = BIND_A + 4) writeonly buffer OutY { float y[];
 #ifdef BIND_SLOTS
 layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slots[]; };
 #define TOKEN0 gl_WorkGroupID.z
-#define TOKENS 1u
 #define SEQUENCE uint(slots[TOKEN0])
+#ifdef BIND_DRAWS
+layout(std430, set = 0, binding = BIND_DRAWS) readonly buffer InDraws { int draws[]; };
+#include "ssm/own_columns.glsl"
+#define TOKENS own_count
+#define COLUMN_OF(token) own_columns[token]
+#else
+#define TOKENS 1u
+#endif
 #else
 #define TOKEN0 0u
 #define TOKENS p.n
 #define SEQUENCE 0u
 #endif
+#ifndef COLUMN_OF
+#define COLUMN_OF(token) (TOKEN0 + (token))
+#endif
 
-#define CONV_X(token, c) qkv[(TOKEN0 + (token)) * WIDTH + (c)]
+#define CONV_X(token, c) qkv[COLUMN_OF(token) * WIDTH + (c)]
 #define CONV_ROW(row, c) conv[(SEQUENCE * RING + (row)) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
@@ -146,7 +158,30 @@ vec3 squares_of(uint t, uint lane) {
     return vec3(group_sum(sum_of(qq), LANES), group_sum(sum_of(kk), LANES), group_sum(sum_of(kq), LANES));
 }
 
+#if CONV
+// The gated norm of the head, of the token in a column. Every thread calls it; those of a quad of the head bring z.
+void gated_norm(uint column, uint tid, uint head, vec4 gate) {
+    const bool mine = tid < DIM / 4;
+    barrier();
+    vec4 v = vec4(0.0);
+    if (mine) v = vec4(head_y[4u * tid], head_y[4u * tid + 1u], head_y[4u * tid + 2u], head_y[4u * tid + 3u]);
+    const float scale = 1.0 / sqrt(wg_sum(sum_of(v * v)) / float(DIM) + p.eps);
+    if (mine) v = v * scale * norm[tid] * vec4(silu(gate.x), silu(gate.y), silu(gate.z), silu(gate.w));
+    const uint out_quad = head * (DIM / 4) + tid;
+  #if OUT_Q8_1
+    const Q8_1Quad packed = q8_1_pack(out_quad, v);
+    if (mine) q8_1_store(column, INNER / 32, out_quad, packed);
+  #else
+    if (mine) y[column * (INNER / 4) + out_quad] = not_sentinel(v);
+  #endif
+}
+#endif
+
 void main() {
+#ifdef BIND_DRAWS
+    if (drafted(TOKEN0)) return;
+    gather_columns(TOKEN0);
+#endif
     const uint tid = gl_LocalInvocationIndex;
     const uint head = gl_WorkGroupID.y, row0 = gl_WorkGroupID.x * ROWS;
     const uint lane = tid % LANES, first_row = tid / LANES * PER_THREAD;
@@ -184,14 +219,14 @@ void main() {
             const uint c = channel_of(i, head, row0);
             float sum = 0.0;
             for (uint back = TAPS - 1u; back > 0u; back--)
-                sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, first, c, back), sum);
+                sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(t0, first + int(t0), c, back), sum);
             float x;
-            SPIN_UNTIL(x = CONV_X(0u, c), arrived(x));
+            SPIN_UNTIL(x = CONV_X(t0, c), arrived(x));
             sum = fma(w[c * TAPS + TAPS - 1u], x, sum);
             store_tile(0u, i, silu(sum));
-            // No tap of this token reads the row of the ring that is written here. q and k are stored once for their group.
+            // No tap of these tokens reads the row of the ring that is written here. q and k are stored once for their group.
             const bool owner = i < 2 * KEY ? OWNS_GROUP(head) : i - 2 * KEY < DIM;
-            if (first >= 0 && owner) CONV_ROW(uint(first) % RING, c) = x;
+            if (first >= 0 && owner) CONV_ROW((uint(first) + t0) % RING, c) = x;
         }
 #else
         for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
@@ -201,16 +236,16 @@ void main() {
 #endif
         for (uint t = tid; t < count; t += WG_SIZE) {
             float dt, share;
-            SPIN_UNTIL(dt = ALPHA(TOKEN0 + t0 + t, head), arrived(dt));
-            SPIN_UNTIL(share = BETA(TOKEN0 + t0 + t, head), arrived(share));
-            const bool real = pos[TOKEN0 + t0 + t] >= 0;  // padding: decay 1 and beta 0 leave the state as it is
+            SPIN_UNTIL(dt = ALPHA(COLUMN_OF(t0 + t), head), arrived(dt));
+            SPIN_UNTIL(share = BETA(COLUMN_OF(t0 + t), head), arrived(share));
+            const bool real = pos[COLUMN_OF(t0 + t)] >= 0;  // padding: decay 1 and beta 0 leave the state as it is
             tile_decay[t] = real ? decay_of(dt, dt_base, decay_rate) : 1.0;
             tile_beta[t] = real ? sigmoid(share) : 0.0;
         }
 #if CONV
         if (mine) {
             const uint i = head * DIM + 4u * tid;
-            SPIN_UNTIL(gate = vec4(Z(TOKEN0, i), Z(TOKEN0, i + 1u), Z(TOKEN0, i + 2u), Z(TOKEN0, i + 3u)), arrived(gate));
+            SPIN_UNTIL(gate = vec4(Z(COLUMN_OF(t0), i), Z(COLUMN_OF(t0), i + 1u), Z(COLUMN_OF(t0), i + 2u), Z(COLUMN_OF(t0), i + 3u)), arrived(gate));
         }
 #endif
         barrier();
@@ -230,7 +265,7 @@ void main() {
 #endif
             const float q_unit = p.q_scale / sqrt(squares.x + p.length_eps), k_unit = 1.0 / sqrt(squares.y + p.length_eps);
             const float decay = tile_decay[t], share = tile_beta[t];
-            const int position = pos[TOKEN0 + t0 + t];
+            const int position = pos[COLUMN_OF(t0 + t)];
             last = max(last, position);
             [[unroll]] for (uint j = 0; j < PER_THREAD; j++) {
                 vec4 by_k = vec4(0.0), by_q = vec4(0.0);
@@ -260,6 +295,9 @@ void main() {
 #endif
             }
         }
+#ifdef BIND_DRAWS
+        gated_norm(COLUMN_OF(t0), tid, head, gate);
+#endif
     }
 
 #if !KEEP
@@ -268,20 +306,7 @@ void main() {
         if (row < DIM) STORE_ROW(row, j, last);
     }
 #endif
-
-#if CONV
-    // The gated norm of the head.
-    barrier();
-    vec4 v = vec4(0.0);
-    if (mine) v = vec4(head_y[4u * tid], head_y[4u * tid + 1u], head_y[4u * tid + 2u], head_y[4u * tid + 3u]);
-    const float scale = 1.0 / sqrt(wg_sum(sum_of(v * v)) / float(DIM) + p.eps);
-    if (mine) v = v * scale * norm[tid] * vec4(silu(gate.x), silu(gate.y), silu(gate.z), silu(gate.w));
-    const uint out_quad = head * (DIM / 4) + tid;
-  #if OUT_Q8_1
-    const Q8_1Quad packed = q8_1_pack(out_quad, v);
-    if (mine) q8_1_store(TOKEN0, INNER / 32, out_quad, packed);
-  #else
-    if (mine) y[TOKEN0 * (INNER / 4) + out_quad] = not_sentinel(v);
-  #endif
+#if CONV && !defined(BIND_DRAWS)
+    gated_norm(TOKEN0, tid, head, gate);
 #endif
 }

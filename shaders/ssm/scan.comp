@@ -18,6 +18,8 @@
 //   y         F32 [n, N_HEAD * HEAD_DIM]
 //   BIND_SLOTS  slots I32 [n] (CONV 1): each token is of a sequence of its own, whose states are number slots[t] of state and conv, which
 //             then have one more axis in front; workgroups along z take the tokens
+//   BIND_DRAWS  draws I32 [n] (BIND_SLOTS): a sequence may have drafts in columns of their own (ssm/own_columns.glsl). The workgroups of its
+//             last token take all of them, one after the other
 //
 // A workgroup has ROWS rows of a head. LANES = WG_SIZE / ROWS neighbouring threads share a row and hold its state in registers for all tokens,
 // EACH quads per thread. B, C and the factors of TILE tokens at a time are staged in shared memory.
@@ -69,15 +71,25 @@ layout(std430, set = 0, binding = BIND_A + 5 + CONV) writeonly buffer OutY { flo
 #ifdef BIND_SLOTS
 layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slots[]; };
 #define TOKEN0 gl_WorkGroupID.z
-#define TOKENS 1u
 #define SEQUENCE uint(slots[TOKEN0])
+#ifdef BIND_DRAWS
+layout(std430, set = 0, binding = BIND_DRAWS) readonly buffer InDraws { int draws[]; };
+#include "ssm/own_columns.glsl"
+#define TOKENS own_count
+#define COLUMN_OF(token) own_columns[token]
+#else
+#define TOKENS 1u
+#endif
 #else
 #define TOKEN0 0u
 #define TOKENS p.n
 #define SEQUENCE 0u
 #endif
+#ifndef COLUMN_OF
+#define COLUMN_OF(token) (TOKEN0 + (token))
+#endif
 
-#define CONV_X(token, c) zx[(TOKEN0 + (token)) * p.stride + INNER + (c)]
+#define CONV_X(token, c) zx[COLUMN_OF(token) * p.stride + INNER + (c)]
 #define CONV_ROW(row, c) conv[(SEQUENCE * RING + (row)) * CHANNELS + (c)]
 #include "ssm/taps.glsl"
 
@@ -104,6 +116,10 @@ void store_tile(uint t, uint i, float v) {
 #define ITEMS (ROWS + 2 * STATE)
 
 void main() {
+#ifdef BIND_DRAWS
+    if (drafted(TOKEN0)) return;
+    gather_columns(TOKEN0);
+#endif
     const uint tid = gl_LocalInvocationIndex;
     const uint head = gl_WorkGroupID.y, row0 = gl_WorkGroupID.x * ROWS;
     const uint row = row0 + tid / LANES, lane = tid % LANES;
@@ -136,17 +152,17 @@ void main() {
             const uint c = channel_of(i, head, row0);
             float sum = 0.0;
             for (uint back = TAPS - 1u; back > 0u; back--)
-                sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, first, c, back), sum);
+                sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(t0, first + int(t0), c, back), sum);
             float x;
-            SPIN_UNTIL(x = CONV_X(0u, c), arrived(x));
+            SPIN_UNTIL(x = CONV_X(t0, c), arrived(x));
             sum = fma(w[c * TAPS + TAPS - 1u], x, sum);
   #if BIAS
             sum += bias[c];
   #endif
             store_tile(0u, i, silu(sum));
-            // No tap of this token reads the row of the ring that is written here. B and C are stored once for their group.
+            // No tap of these tokens reads the row of the ring that is written here. B and C are stored once for their group.
             const bool owner = i < ROWS ? row0 + i < HEAD_DIM : row0 == 0u && head % (N_HEAD / N_GROUP) == 0u;
-            if (first >= 0 && owner) CONV_ROW(uint(first) % RING, c) = x;
+            if (first >= 0 && owner) CONV_ROW((uint(first) + t0) % RING, c) = x;
         }
 #else
         for (uint i = tid; i < count * ITEMS; i += WG_SIZE) {
@@ -156,8 +172,8 @@ void main() {
 #endif
         for (uint t = tid; t < count; t += WG_SIZE) {
             float dt;
-            SPIN_UNTIL(dt = zx[(TOKEN0 + t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
-            dt = pos[TOKEN0 + t0 + t] >= 0 ? softplus(dt + dt_base) : 0.0;  // padding: dt 0 and decay 1 leave the state as it is
+            SPIN_UNTIL(dt = zx[COLUMN_OF(t0 + t) * p.stride + INNER + CHANNELS + head], arrived(dt));
+            dt = pos[COLUMN_OF(t0 + t)] >= 0 ? softplus(dt + dt_base) : 0.0;  // padding: dt 0 and decay 1 leave the state as it is
             tile_dt[t] = dt;
             tile_decay[t] = exp(dt * decay_rate);
         }
@@ -174,14 +190,14 @@ void main() {
                 }
             }
             const float total = group_sum((sum.x + sum.y) + (sum.z + sum.w), LANES);
-            last = max(last, pos[TOKEN0 + t0 + t]);
+            last = max(last, pos[COLUMN_OF(t0 + t)]);
 #if KEEP
-            if (valid && pos[t0 + t] >= 0) STORE_STATE(pos[t0 + t]);
+            if (valid && pos[COLUMN_OF(t0 + t)] >= 0) STORE_STATE(pos[COLUMN_OF(t0 + t)]);
 #endif
             if (lane == 0u && valid) {
                 float z;
-                SPIN_UNTIL(z = zx[(TOKEN0 + t0 + t) * p.stride + y_at], arrived(z));
-                y[(TOKEN0 + t0 + t) * INNER + y_at] = pos[TOKEN0 + t0 + t] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
+                SPIN_UNTIL(z = zx[COLUMN_OF(t0 + t) * p.stride + y_at], arrived(z));
+                y[COLUMN_OF(t0 + t) * INNER + y_at] = pos[COLUMN_OF(t0 + t)] >= 0 ? not_sentinel((total + skip * x) * silu(z)) : 0.0;
             }
         }
     }

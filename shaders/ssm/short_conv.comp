@@ -8,6 +8,7 @@
 //   state  F32 [RING, channels] (ssm/taps.glsl), of B x
 //   y      F32 [n, channels] (STORE 0); with OUT_Q8_1, which takes ONE, Q8_1 rows
 //   [BIND_SLOTS: slots I32 [n]: each token is of a sequence of its own, whose state is number slots[t]; state then has one more axis in front]
+//   [BIND_DRAWS: draws I32 [n] (BIND_SLOTS): a sequence may have drafts in columns of their own (ssm/own_columns.glsl)]
 //
 // ONE 1: every token is alone, its sequence's only one in this batch: thread (x, y) computes channel x of token y, and stores its B x; with
 // OUT_Q8_1 four channels, since eight threads round a unit of 32.
@@ -48,6 +49,10 @@ layout(std430, set = 0, binding = 4) writeonly buffer OutY { float y[]; };
 #ifdef BIND_SLOTS
 layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slots[]; };
 #define SEQUENCE uint(slots[gl_WorkGroupID.y])
+#ifdef BIND_DRAWS
+layout(std430, set = 0, binding = BIND_DRAWS) readonly buffer InDraws { int draws[]; };
+#include "ssm/own_columns.glsl"
+#endif
 #else
 #define SEQUENCE 0u
 #endif
@@ -55,21 +60,30 @@ layout(std430, set = 0, binding = BIND_SLOTS) readonly buffer InSlots { int slot
 #define B_OF(token, c) bcx[(token) * 3u * p.channels + (c)]
 #define C_OF(token, c) bcx[((token) * 3u + 1u) * p.channels + (c)]
 #define X_OF(token, c) bcx[((token) * 3u + 2u) * p.channels + (c)]
+#ifdef BIND_DRAWS
+#define CONV_X(token, c) (B_OF(own_columns[token], c) * X_OF(own_columns[token], c))
+#else
 #define CONV_X(token, c) (B_OF(token, c) * X_OF(token, c))
+#endif
 #define CONV_ROW(row, c) state[(SEQUENCE * RING + (row)) * p.channels + (c)]
 #include "ssm/taps.glsl"
 
 #if !STORE
 // Channel c of token t at position `at`, of which it stores B x where the token is alone.
 float channel(uint t, int at, uint c) {
+#ifdef BIND_DRAWS
+    const uint mine = drafted(t) ? uint(draws[t]) - 1u : 0u;
+#else
+    const uint mine = 0u;
+#endif
     float sum = 0.0;
   #if ONE
-    for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(0u, at, c, back), sum);
+    for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(mine, at, c, back), sum);
     float b, x;
     SPIN_UNTIL(b = B_OF(t, c), arrived(b));
     SPIN_UNTIL(x = X_OF(t, c), arrived(x));
     const float own = b * x;
-    // No tap of this token reads the row of the ring that is written here.
+    // No tap of a token here reads the row of the ring that is written here.
     if (at >= 0) CONV_ROW(uint(at) % RING, c) = own;
   #else
     for (uint back = TAPS - 1u; back > 0u; back--) sum = fma(w[c * TAPS + TAPS - 1u - back], CONV_TAP(t, at, c, back), sum);
@@ -83,6 +97,9 @@ float channel(uint t, int at, uint c) {
 #endif
 
 void main() {
+#ifdef BIND_DRAWS
+    gather_columns(gl_WorkGroupID.y);
+#endif
 #if OUT_Q8_1
     const uint quad = gl_WorkGroupID.x * WG_SIZE + gl_LocalInvocationID.x, t = gl_WorkGroupID.y;
     const bool valid = 4u * quad < p.channels;

@@ -11,14 +11,20 @@ from tiny_models import tiny
 
 import vkback
 from vkback.device import Device
+from vkback.engine.batch import batch as batch_module
 from vkback.engine.batch import scheduler
 from vkback.engine.batch.batch import Batch, Request
 from vkback.engine.batch.shares import best_share
 from vkback.engine.drafts import DraftCounts, Drafts
 from vkback.engine.engine import Engine
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
+from vkback.models.registry import Model
 
 N_CTX, PAGE, VOCAB = 256, 16, 331
+
+DRAFTING = LoadOptions(ctx=N_CTX, spec_type="ngram-simple", act="f32")
+"""With it, an engine keeps recurrent states to go back to."""
 
 SAMPLERS = {
     "greedy": Sampler(),
@@ -73,7 +79,9 @@ def made(engine: Engine, asked: Sequence[Request], columns: int = 16) -> tuple[l
 
 def known(texts: Sequence[Sequence[int]], by: int, every: int = 1) -> list[Drafts]:
     """Drafts by position: every n-th token is another one by so much, the others are right."""
-    rows = [[*prompt, *((t + by) % VOCAB if i % every == every - 1 else t for i, t in enumerate(text))] for prompt, text in both(texts)]
+    rows = [
+        [*prompt, *((t + by) % VOCAB if by and i % every == every - 1 else t for i, t in enumerate(text))] for prompt, text in both(texts)
+    ]
     return [Drafts(known=tuple(row)) for row in rows]
 
 
@@ -81,34 +89,55 @@ def both(texts: Sequence[Sequence[int]]) -> zip[tuple[tuple[int, ...], Sequence[
     return zip(PROMPTS, texts, strict=True)
 
 
-ARCHITECTURES: Mapping[str, bool] = {"llama": True, "gpt-oss": True, "qwen35": False}
-"""And whether it takes drafts beside others: recurrent states lie in the batch's slots, which keep one alone."""
+ARCHITECTURES = ("llama", "gpt-oss", "qwen35", "mamba2", "lfm2")
+"""Attention alone, and with recurrent states of each kind."""
 
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_texts_beside_others_are_the_same_with_any_drafts(arch: str, tmp_path: Path, device: Device) -> None:
-    with Engine.load(tiny(arch, tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
-        texts, counts = made(engine, requests([None] * 4))
+    with Engine.open(tiny(arch, tmp_path), device, DRAFTING) as engine:
+        texts, counts = made(engine, requests([None] * 4, 60))
         assert counts == [DraftCounts()] * 4
-        found, counts = made(engine, requests(known(texts, 0)))
+        found, counts = made(engine, requests(known(texts, 0), 60))
         assert found == texts
-        if not ARCHITECTURES[arch]:
-            assert counts == [DraftCounts()] * 4
-            return
         assert all(c.drafted == c.accepted > 30 for c in counts), "right ones are all accepted"
-        found, counts = made(engine, requests(known(texts, 1)))
+        found, counts = made(engine, requests(known(texts, 1), 60))
         assert found == texts and all(c.accepted == 0 < c.drafted for c in counts)
-        found, counts = made(engine, requests(known(texts, 1, every=3)))
+        found, counts = made(engine, requests(known(texts, 1, every=3), 60))
         assert found == texts and all(0 < c.accepted < c.drafted for c in counts)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("arch", ("mamba2", "qwen35", "lfm2"))
+def test_states_come_from_an_engine_that_keeps_more(arch: str, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where states take too much memory a batch keeps two of each, and its texts have no drafts beside others."""
+    path, prompt = tiny(arch, tmp_path), tuple(range(40, 63))
+    asked = [Request(prompt[i:], 20, stop_at_eos=False, drafts=Drafts()) for i in (0, 4, 9)]
+
+    def texts(engine: Engine) -> list[tuple[int, ...]]:
+        with Batch(engine, sequences=3, page=PAGE) as batch:
+            ids = [batch.add(request) for request in asked]
+            updates = batch.run()
+            assert batch.counters.drafts == DraftCounts()
+            return [tuple(t for u in updates if u.id == id for t in u.tokens) for id in ids]
+
+    with Engine.load(path, device, n_ctx=N_CTX, act="f32") as engine:
+        assert engine.max_columns == 1
+        expected = texts(engine)
+    monkeypatch.setattr(batch_module, "KEPT_SHARE", 0.0)
+    monkeypatch.setattr(Model, "recurrent_bytes", 1)
+    with Engine.open(path, device, DRAFTING) as engine:
+        assert engine.max_columns == 8
+        assert texts(engine) == expected
 
 
 @pytest.mark.vulkan
 def test_texts_beside_others_have_drafts_with_every_sampler_but_mirostat(tmp_path: Path, device: Device) -> None:
     with Engine.load(tiny("llama", tmp_path), device, n_ctx=N_CTX, act="f32") as engine:
-        texts, _ = made(engine, requests([None] * 4, samplers=OTHERS))
+        texts, _ = made(engine, requests([None] * 4, 60, OTHERS))
         for by, every in ((0, 1), (1, 1), (1, 3)):
-            found, counts = made(engine, requests(known(texts, by, every), samplers=OTHERS))
+            found, counts = made(engine, requests(known(texts, by, every), 60, OTHERS))
             assert found == texts
             assert all(c.drafted > 0 for c in counts[:3]) and all((c.accepted > 0) == (every > 1 or not by) for c in counts[:3])
             assert counts[3] == DraftCounts(), "its samplers move on with each token"

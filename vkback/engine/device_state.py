@@ -21,6 +21,14 @@ DTYPES = {"F16": "<f2", "F32": "<f4"}
 """Of caches that hold plain values."""
 
 
+def ring_parts(whole: BufferRange, ring: int, spare: int, rows: int) -> list[BufferRange]:
+    """What counts of a recurrent state after so many tokens, in the order that it has without spare slots. ring: its slots, or the rows of
+    a convolution's; spare: how many more than without states that are kept to go back to."""
+    size, count = whole.size // ring, ring - spare
+    latest = {at % count: at for at in range(rows - count, rows)}
+    return [whole.slice(latest[i] % ring * size, size) for i in range(count)] if spare else [whole]
+
+
 class DeviceState:
     """Memory for state tensors. Those named by `caches` are [n_head_kv, n_ctx, head_dim] and hold a row for each token, the others
     (recurrent states) hold all tokens so far, in rings. As arrays they are what a Snapshot has. The caller destroys its `arena`."""
@@ -106,12 +114,7 @@ class DeviceState:
         with two slots all of it, and of more the same in the same order."""
         cache = self._caches.get(name)
         if cache is None:
-            whole, ring = self.ranges[name], self._rings[name]
-            if not self._spare:
-                return [whole]
-            size, count = whole.size // ring, ring - self._spare
-            latest = {at % count: at for at in range(rows - count, rows)}
-            return [whole.slice(latest[i] % ring * size, size) for i in range(count)]
+            return ring_parts(self.ranges[name], self._rings[name], self._spare, rows)
         heads, n_ctx, dim = cache.shape
         planes = (
             [(0, VALUE_BYTES[cache.type] * dim)]

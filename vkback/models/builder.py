@@ -155,6 +155,13 @@ class GraphBuilder:
         """Parameters of a recurrence for that."""
         return {"keep": True} if self.kept.each and self.n > 1 else {}
 
+    @property
+    def sequences(self) -> tuple[tuple[Tensor, ...], dict[str, bool]]:
+        """With `paging`, what a recurrence has behind its states: whose tokens they are, and where each is kept which of its sequence's;
+        and the parameters that say so."""
+        names = ("slots", "draws") if self.keeps_each else ("slots",)
+        return tuple(Tensor(name, "I32", (self.n,), "input") for name in names), {f"has_{name}": True for name in names}
+
     def attend(self, q: Tensor, cache_k: Tensor, cache_v: Tensor, *weights: Tensor, width: int, il: int, **params: int | float) -> Tensor:
         """FLASH_ATTN_EXT of layer `il` over the tokens' own rows of two caches: [n, width]. weights: its sinks."""
         table: tuple[Tensor, ...] = ()

@@ -83,9 +83,9 @@ def delta_net(b: GraphBuilder, x: Tensor, il: int, s: DeltaNet) -> Tensor:
     params = {"n_group": s.n_group, "tiled": s.tiled}
     y = Tensor(f"final_output-{il}", "F32", (n, s.inner))
     if b.paging:  # a token of each sequence: all in one op, which finds the states
-        slots = Tensor("slots", "I32", (n,), "input")
-        inputs = (qkv, alpha, beta, z, w, a, dt_bias, norm, b.pos, conv, state, slots)
-        g.add("CONV_DELTA_NET", inputs, (y, conv, state), **params, eps=b.hp.rms_eps, has_slots=True)
+        sequences, has = b.sequences
+        inputs = (qkv, alpha, beta, z, w, a, dt_bias, norm, b.pos, conv, state, *sequences)
+        g.add("CONV_DELTA_NET", inputs, (y, conv, state), **params, eps=b.hp.rms_eps, **has)
     else:
         convolution, made = Tensor(f"conv_output_silu-{il}", "F32", qkv.shape), Tensor(f"delta_net-{il}", "F32", (n, s.inner))
         g.add("SSM_CONV", (qkv, w, b.pos, conv), (convolution, conv), offset=0)

@@ -64,9 +64,9 @@ def recurrence(b: GraphBuilder, x: Tensor, il: int, s: Mamba2, *, eps: float, no
     dt_bias = b.hp.weight(f"{block}.ssm_dt.bias", (s.n_head,))
     y = Tensor(f"ssm_scan-{il}", "F32", (n, s.inner))
     if b.paging:  # a token of each sequence: both in one op, which finds the states
-        slots = Tensor("slots", "I32", (n,), "input")
-        inputs = (zx, w, *bias, a, d, dt_bias, b.pos, conv, state, slots)
-        g.add("SSM_CONV_SCAN", inputs, (y, conv, state), n_group=s.n_group, has_slots=True)
+        sequences, has = b.sequences
+        inputs = (zx, w, *bias, a, d, dt_bias, b.pos, conv, state, *sequences)
+        g.add("SSM_CONV_SCAN", inputs, (y, conv, state), n_group=s.n_group, **has)
     else:
         xbc = Tensor(f"xBC-{il}", "F32", (n, s.channels))
         g.add("SSM_CONV", (zx, w, *bias, b.pos, conv), (xbc, conv), offset=s.inner)

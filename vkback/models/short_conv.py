@@ -18,10 +18,10 @@ def short_conv(b: GraphBuilder, x: Tensor, il: int, taps: int) -> Tensor:
     n_embd, stem = b.hp.n_embd, f"blk.{il}.shortconv"
     bcx = b.linear(x, f"{stem}.in_proj", 3 * n_embd, f"bcx-{il}")
     w = replace(b.hp.weight(f"{stem}.conv.weight", (n_embd, taps)), shape=(n_embd * taps,))
-    slots = (Tensor("slots", "I32", (b.n,), "input"),) if b.paging else ()
+    sequences, has = b.sequences if b.paging else ((), {})
     state = b.convolution_state(il, taps, n_embd)
     y = Tensor(f"conv_gated-{il}", "F32", (b.n, n_embd))
-    b.graph.add("SHORT_CONV", (bcx, w, b.pos, state, *slots), (y, state), **({"has_slots": True} if slots else {}))
+    b.graph.add("SHORT_CONV", (bcx, w, b.pos, state, *sequences), (y, state), **has)
     return b.linear(y, f"{stem}.out_proj", n_embd, f"conv_out-{il}")
 
 

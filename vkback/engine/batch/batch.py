@@ -43,6 +43,7 @@ from vkback.engine.batch.solo import Solo
 from vkback.engine.batch.state import LOOP_WORDS, RING, BatchState, Edits
 from vkback.engine.batch.steps import CLASSES, Flight, Kind, StepPrograms, class_of
 from vkback.engine.constraint import Constraint
+from vkback.engine.drafts import CLASSES as DRAFT_CLASSES
 from vkback.engine.drafts import ENOUGH, DraftCounts, Drafts, Probe
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.host_loop import HostPicker, LogitsProcessor
@@ -59,6 +60,9 @@ Floats = npt.NDArray[np.float32]
 
 PAGE = 64
 """Rows of a page: as many as a workgroup of attention reads at once, so that a chunk of rows is in two pages at most."""
+
+KEPT_SHARE = 1 / 8
+"""Of the free memory that recurrent states may take which texts with drafts go back to."""
 
 MEMORY_SHARE = 0.5
 """Of the free memory that pages take unless somebody says how many: activations of steps and prompts need some, and so do others."""
@@ -209,6 +213,17 @@ def pages_that_fit(engine: Engine, wanted: int, page: int = PAGE) -> int:
     return min(wanted, fit)
 
 
+def kept_states(engine: Engine, sequences: int) -> int:
+    """Slots of the recurrent states of each of so many sequences: as many as the engine has, so that texts can have drafts beside others,
+    or as few as these need, or two where the states would take too much of the free memory."""
+    if not engine.model.architecture.recurrent:
+        return 2
+    free = engine.device.free_memory()
+    possible = [engine.max_columns + 1, DRAFT_CLASSES[0] + 1]
+    fit = (n for n in possible if n <= engine.max_columns + 1 and n * sequences * engine.model.recurrent_bytes <= KEPT_SHARE * free)
+    return next(fit, 2)
+
+
 class Batch:
     """Use as a context manager, or `close` it. Not for several threads at once."""
 
@@ -246,8 +261,9 @@ class Batch:
         self.engine, self.device = engine, engine.device
         pinned = engine.pinned if pinned is None else pinned
         recurrent, software = engine.model.architecture.recurrent, engine.device.caps.software
+        kept = kept_states(engine, sequences)
         if max_step_tokens is None:
-            max_step_tokens = sequences if software or recurrent or pinned else CLASSES[-1]
+            max_step_tokens = sequences if software or (recurrent and kept == 2) or pinned else CLASSES[-1]
         expected = f"a whole number from {sequences}, as many as sequences, to {CLASSES[-1]}"
         if whole("max_step_tokens", max_step_tokens, expected, sequences, "batch") > CLASSES[-1]:
             raise wrong("max_step_tokens", max_step_tokens, expected, "batch")
@@ -279,13 +295,13 @@ class Batch:
         self.scheduler = Scheduler(self.limits, self.pool, self.prefixes)
         self.counters = Counters()
         self._pinned = pinned
-        self._caches = PagedCaches(engine, self.paging)
+        self._caches = PagedCaches(engine, self.paging, kept)
         try:
             self._state = BatchState(self.device, most, self.paging)
         except BaseException:
             self._caches.close()
             raise
-        self._programs = StepPrograms(engine, self._caches, self._state)
+        self._programs = StepPrograms(engine, self._caches, self._state, same_kernels=pinned)
         self._edits = Edits()
         self._penalized_slots: set[int] = set()
         self._used_slots: dict[Literal["dry", "chains"], set[int]] = {"dry": set(), "chains": set()}
@@ -517,7 +533,7 @@ class Batch:
             self._leave(work, "error", (), error=error)
             return
         if action.first + action.count == text.length - 1:
-            self._caches.store_states(text.slot)
+            self._caches.store_states(text.slot, text.length - 1)
         if action.store:
             self._caches.store(action.store, [text.pages[i] for i in action.store])
         seconds = time.perf_counter() - max(began, self._last_done) - (self.engine.compiled.seconds - before)
@@ -662,9 +678,12 @@ class Batch:
     # Drafts
 
     def _may_draft(self, work: _Work) -> Drafts | None:
-        """Those that a text may have beside others: none where the host or its sampler has to see every token, or states cannot go back."""
+        """Those that a text may have beside others: none where the host or its sampler has to see every token; of a recurrent model as many
+        as there are states to go back to."""
         request, drafts = work.request, work.request.drafts
-        if drafts is None or not drafts.most or drafts.model or self.limits.recurrent or not request.max_tokens:
+        if drafts is not None and self.limits.recurrent:
+            drafts = drafts.at_most(self._caches.kept - 2)
+        if drafts is None or not drafts.most or drafts.model or not request.max_tokens:
             return None
         plain = not (request.constraint or request.logits or request.processors or request.sampler.moves)
         return drafts if plain else None
@@ -709,7 +728,7 @@ class Batch:
 
     def _give_text(self, work: _Work) -> None:
         """The device a text, all of whose tokens are known to the host, and what its drafts are."""
-        drafts, text = work.request.drafts, work.text
+        drafts, text = self._may_draft(work), work.text
         assert drafts is not None
         self._settle(work)
         inputs, rows = self._programs.draft_inputs(), self.paging.page * self.paging.max_pages

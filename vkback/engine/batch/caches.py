@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import BufferRange, Commands, Ticket
+from vkback.engine.device_state import ring_parts
 from vkback.engine.engine import Engine
 from vkback.graph import Graph, Tensor
-from vkback.models.builder import Paging
+from vkback.models.builder import Paging, StateSlots
 from vkback.models.cache_range import Found, beyond_range, judge
 from vkback.ops.copies.pages import planes
 from vkback.ops.storage import nbytes
@@ -53,11 +54,12 @@ def cache_tensors(graph: Graph) -> dict[str, Tensor]:
 class PagedCaches:
     """Caches of all layers, [heads, paging.rows, head_dim] each. Page p of the batch is page p of every cache."""
 
-    def __init__(self, engine: Engine, paging: Paging) -> None:
-        """Raises OutOfDeviceMemory where the pages do not fit."""
-        self.paging = paging
+    def __init__(self, engine: Engine, paging: Paging, kept: int = 2) -> None:
+        """kept: slots of the recurrent states of a sequence (`StateSlots`). Raises OutOfDeviceMemory where the pages do not fit."""
+        self.paging, self.kept = paging, kept
         self._engine, self._device = engine, engine.device
-        graph = engine.model.graph(1, paging.page * paging.max_pages, head="none", cache=engine.cache_types, paging=paging)
+        n_ctx, slots = paging.page * paging.max_pages, StateSlots(kept)
+        graph = engine.model.graph(1, n_ctx, head="none", cache=engine.cache_types, paging=paging, kept=slots)
         found = cache_tensors(graph)
         self.tensors: Mapping[str, Tensor] = found
         self._states = {t.name: t for node in graph.nodes for t in node.outputs if t.kind == "state" and t.name not in found}
@@ -116,9 +118,23 @@ class PagedCaches:
             self._programs[kind] = program, program.record(f"{kind} pages")
         return self._programs[kind]
 
-    def store_states(self, slot: int) -> None:
-        """Copy the recurrent states of the one-sequence engine into a slot."""
-        self._copy_states([(self._engine.state[name], self._slot_of(name, slot)) for name in self._states])
+    def store_states(self, slot: int, rows: int) -> None:
+        """Copy the recurrent states of the one-sequence engine after so many tokens into a slot. Either may keep more of them."""
+        copies: list[tuple[BufferRange, BufferRange]] = []
+        own, spare = self._engine.max_columns - 1, self.kept - 2
+        for name, state in self._states.items():
+            source, target, ring = self._engine.state[name], self._slot_of(name, slot), state.shape[1]
+            if own == spare:
+                copies.append((source, target))
+                continue
+            count = ring - spare
+            parts = [ring_parts(source, count + own, own, rows), ring_parts(target, ring, spare, rows)]
+            for i, of_one in enumerate(parts):
+                if len(of_one) == 1:
+                    size = of_one[0].size // count
+                    parts[i] = [of_one[0].slice(at * size, size) for at in range(count)]
+            copies += zip(*parts, strict=True)
+        self._copy_states(copies)
 
     def copy_states(self, slot: int, to: int) -> None:
         """Copy recurrent states from slot to slot."""

@@ -17,7 +17,7 @@ from vkback.engine.engine import Engine
 from vkback.engine.prompts import with_barriers
 from vkback.engine.readback import Readback
 from vkback.graph import Graph, Tensor
-from vkback.models.builder import CacheTypes, Paging
+from vkback.models.builder import TWO_SLOTS, CacheTypes, Paging, StateSlots
 from vkback.models.registry import Model
 from vkback.ops.sampling.chain import CHAIN_WORDS
 from vkback.ops.sampling.dry import dry_words
@@ -72,10 +72,10 @@ class Kind:
         return ", ".join([said, *(name for name, there in others.items() if there)])
 
 
-def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging: Paging) -> Graph:
+def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging: Paging, kept: StateSlots = TWO_SLOTS) -> Graph:
     """One step of so many columns, from their tokens to their next ones."""
     n_ctx = paging.page * paging.max_pages
-    graph = model.graph(columns, n_ctx, head="all", cache=cache, paging=paging)
+    graph = model.graph(columns, n_ctx, head="all", cache=cache, paging=paging, kept=kept)
     tokens, pos, rows, slots, draws = (Tensor(n, "I32", (columns,), "input") for n in ("tokens", "pos", "rows", "slots", "draws"))
     pages = Tensor("pages", "I32", (paging.n_slots, paging.max_pages), "input")
     loops = Tensor("loops", "I32", (paging.n_slots, LOOP_WORDS), "input")
@@ -137,7 +137,9 @@ class Flight:
 class StepPrograms:
     """Programs over the caches and the state of one batch."""
 
-    def __init__(self, engine: Engine, caches: PagedCaches, state: BatchState) -> None:
+    def __init__(self, engine: Engine, caches: PagedCaches, state: BatchState, *, same_kernels: bool = False) -> None:
+        """same_kernels: recurrences are computed by the same kernels in steps with drafts and without."""
+        self._same_kernels = same_kernels
         self._engine, self._caches, self._state = engine, caches, state
         self.paging = caches.paging
         self._edits = EditQueue(engine, state)
@@ -163,7 +165,8 @@ class StepPrograms:
         """The plan of a class of step."""
         key = columns, kind
         if key not in self._schedules:
-            graph = step_graph(self._engine.model, self._engine.cache_types, columns, kind, self.paging)
+            kept = StateSlots(self._caches.kept, each=kind.drafts or (self._same_kernels and self._caches.kept > 2))
+            graph = step_graph(self._engine.model, self._engine.cache_types, columns, kind, self.paging, kept)
             ctx = self._engine.ctx
             if self._engine.model.architecture.recurrent:
                 # A step whose spin-wait timed out runs again, which recurrent states do not survive.

@@ -9,7 +9,7 @@
                     packed: qkv, z, alpha and beta are one tensor F32 [1, channels + inner + 2 n_head], in this order.
                     With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
                     [n_slots, ring, channels] and state [n_slots, slots, ...]; the others then have n rows
-    params: n_group, tiled [, keep]; CONV_DELTA_NET also eps (of the norm) [, packed, has_slots]
+    params: n_group, tiled [, keep]; CONV_DELTA_NET also eps (of the norm) [, packed, has_slots, has_draws]
 
 inner = n_head * dim, channels = inner + 2 * n_group * key: q and k of n_group heads, v of n_head. Head h shares q and k with the others
 of its group: h % n_group where tiled, else h / (n_head / n_group). With q and k of length 1 (q / sqrt(q . q + 1e-6)), q times key^-0.5, of
@@ -48,7 +48,16 @@ from vkback.ops.op import OPS, Op, register
 from vkback.ops.quantize import Q8_1_TOLERANCE
 from vkback.ops.recurrent.delta_chunks import ChunkShape, chunk_shape, lower_chunks
 from vkback.ops.recurrent.delta_heads import LENGTH_EPS, Heads
-from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
+from vkback.ops.recurrent.ssm_conv import (
+    check_slots,
+    columns_with_drafts,
+    convolved,
+    drafts_defines,
+    in_order,
+    kept_defines,
+    places_with_drafts,
+    positions,
+)
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
@@ -166,11 +175,12 @@ class _DeltaNet(Op):
         state: Tensor,
         conv: Tensor | None = None,
         slots: Tensor | None = None,
+        draws: Tensor | None = None,
     ) -> Dispatch:
         """spun_on: what products made, in the order of the kernel's bindings. conv: the convolution's state where it is part of the op.
-        slots: the tokens' sequences."""
+        slots: the tokens' sequences; draws: which of its tokens they are."""
         heads, caps = self._heads(node, spun_on, state), ctx.caps
-        keep = bool(node.params.get("keep"))
+        keep = bool(node.params.get("keep")) or draws is not None
         y, n, packed = node.outputs[0], spun_on[0].shape[0], len(spun_on) == 1
         if conv is not None and heads.dim % (32 if y.type == "Q8_1" else 4):
             raise PlanError(
@@ -206,6 +216,9 @@ class _DeltaNet(Op):
         if slots is not None:
             defines["BIND_SLOTS"] = len(args)
             args.append(Arg(slots))
+        if draws is not None:
+            defines |= drafts_defines(len(args), state)
+            args.append(Arg(draws))
         sequences = n if slots else 1
         ring = 4 * sequences * heads.channels * int(defines["TAPS"]) if conv else 0
         return Dispatch(
@@ -216,9 +229,11 @@ class _DeltaNet(Op):
             op=node.op,
             label=node.name,
             reason=f"{shape.threads} threads, {shape.lanes} lanes a row, {shape.per_thread} of {shape.rows} rows a thread: {choice.source}",
-            nbytes=(1 + (n if keep else 1)) * sequences * heads.state_bytes + ring + sum(map(nbytes, (*spun_on, *weights, y))),
+            nbytes=(1 + (n if keep and not slots else 1)) * sequences * heads.state_bytes
+            + ring
+            + sum(map(nbytes, (*spun_on, *weights, y))),
             flops=n * heads.inner * (7 * heads.key + 8),
-            waits=SpinWaits(part=tuple(t.name for t in spun_on)) if conv is not None else None,
+            waits=SpinWaits(part=tuple(t.name for t in spun_on)) if conv is not None and draws is None else None,
         )
 
 
@@ -346,15 +361,16 @@ class ConvDeltaNet(_DeltaNet):
 
     def _by_sequence(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Token by token, each with the states of its own sequence."""
-        *rows, w, a, dt_bias, norm, pos, conv_states, states, slots = inputs
+        draws = inputs[-1] if params.get("has_draws") else None
+        *rows, w, a, dt_bias, norm, pos, conv_states, states, slots = inputs if draws is None else inputs[:-1]
         conv_states, states = np.array(conv_states, np.float64), np.array(states, np.float64)
-        plain = {key: value for key, value in params.items() if key != "has_slots"}
-        y = []
-        for t, slot in enumerate(slots):
+        plain = {key: value for key, value in params.items() if key not in ("has_slots", "has_draws")}
+        y = np.zeros((len(slots), states.shape[2] * states.shape[3]))
+        for t in in_order(slots, draws):
+            slot = slots[t]
             one = [*(x[t : t + 1] for x in rows), w, a, dt_bias, norm, pos[t : t + 1], conv_states[slot], states[slot]]
-            made, conv_states[slot], states[slot] = self.reference(one, plain)
-            y.append(made)
-        return [np.concatenate(y), conv_states, states]
+            y[t : t + 1], conv_states[slot], states[slot] = self.reference(one, plain)
+        return [y, conv_states, states]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         if node.outputs[0].type == "Q8_1":
@@ -366,11 +382,12 @@ class ConvDeltaNet(_DeltaNet):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         inputs = list(node.inputs)
+        draws = inputs.pop() if node.params.get("has_draws") else None
         slots = inputs.pop() if node.params.get("has_slots") else None
         *rows, w, a, dt_bias, norm, pos, conv_state, state = inputs
         if pos.shape != (slots.shape if slots else (1,)):
             raise PlanError(f"[CONV_DELTA_NET] {node.name}: it takes one token, or one of each sequence, got {pos}")
-        return [self._dispatch(node, ctx, tuple(rows), (w, a, dt_bias, norm), pos, state, conv_state, slots)]
+        return [self._dispatch(node, ctx, tuple(rows), (w, a, dt_bias, norm), pos, state, conv_state, slots, draws)]
 
     def unfused(self, node: Node) -> list[Node]:
         """None with slots, since the plain ops have one sequence, and none of a packed tensor, which several products make."""
@@ -404,6 +421,8 @@ class ConvDeltaNet(_DeltaNet):
         yield self.build_case(3, 12, 20, packed=True, pos=2)
         yield self.build_case(4, 32, 64, n_group=2, packed=True, pos=6, out="q8_1").where(sync="sentinel")
         yield self.build_case(4, 20, 20, n_group=2, packed=True, slots=(1, 4, 2), pos=3)
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, slots=(1, 4, 0), drafts=(3, 0, 2), kept=5, pos=4)
+        yield self.build_case(4, 64, 64, n_group=2, packed=True, slots=(2, 0, 3), drafts=(7, 2, 0), kept=9, pos=0, out="q8_1")
 
     def full_cases(self) -> Iterator[Case]:
         for (n_head, dim, key, n_group, tiled), taps, pos in product(
@@ -427,39 +446,47 @@ class ConvDeltaNet(_DeltaNet):
         out: str = "",
         packed: bool = False,
         slots: Shape = (),
+        drafts: Shape = (),
         kept: int = 2,
         seed: int = 53,
     ) -> Case:
         """As for DELTA_NET. pos -1: the token is padding. out: q8_1, a quantized output. slots: the sequence of each of several tokens,
-        which are at positions pos, pos + 1 ..., and the last a hole where there are more than two. kept: slots of a state."""
-        check_slots(kept, False, 1)
+        which are at positions pos, pos + 1 ..., and the last a hole where there are more than two. drafts: how many each of these sequences
+        has, in columns behind those. kept: slots of a state."""
+        check_slots(kept, bool(drafts), max(drafts, default=0) + 1)
+        columns, draws = columns_with_drafts(slots, drafts)
         if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
             raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
         kind = one_of_types(out, ("F32", "Q8_1"), "out") if out else "F32"
 
         def make(rng: np.random.Generator) -> Problem:
             heads = Heads(n_head, dim, key, n_group)
-            n = len(slots) or 1
+            n = len(columns) or 1
             qkv, alpha, beta, a, dt_bias, at, state = _inputs(n, heads)
             n_slots = (max(slots) + 1,) if slots else ()
             state = dataclasses.replace(state, shape=(*n_slots, kept, *state.shape[1:]))
             sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
+            sequences += [Tensor("draws", "I32", (n,), "input")] if drafts else []
             z = Tensor("z", "F32", (n, heads.inner), "input")
             w = Tensor("w", "F32", (heads.channels * taps,), "weight")
             norm = Tensor("norm", "F32", (dim,), "weight")
             conv_state = Tensor("conv_state", "F32", (*n_slots, taps + kept - 2, heads.channels), "state")
             outputs = (Tensor("y", kind, (n, heads.inner)), conv_state, state)
             params = {"n_group": n_group, "tiled": tiled, "eps": 1e-6} | ({"has_slots": True} if slots else {})
-            params |= {"packed": True} if packed else {}
+            params |= ({"packed": True} if packed else {}) | ({"has_draws": True} if drafts else {})
             rows = [Tensor("qkv", "F32", (n, heads.width), "input")] if packed else [qkv, alpha, beta, z]
             node = Node(self.name, (*rows, w, a, dt_bias, norm, at, conv_state, state, *sequences), outputs, params)
             values = _values(node, rng, max(pos, 0), int(pos < 0 or n > 2))
-            return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
+            values |= {"slots": np.array(columns, np.int32)} if slots else {}
+            if drafts:
+                at_hole = slots[-1] if len(slots) > 2 else None
+                values |= {"draws": np.array(draws, np.int32), "pos": places_with_drafts(columns, draws, pos, at_hole)}
+            return Problem(node, values)
 
         params: dict[str, Any] = {"n_head": n_head, "dim": dim, "key": key, "n_group": n_group, "tiled": tiled, "taps": taps, "pos": pos}
         params |= {"out": type_word(kind)} if out else {}
         params |= {"packed": True} if packed else {}
-        params |= ({"slots": slots} if slots else {}) | ({"kept": kept} if kept != 2 else {})
+        params |= ({"slots": slots} if slots else {}) | ({"drafts": drafts} if drafts else {}) | ({"kept": kept} if kept != 2 else {})
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
 

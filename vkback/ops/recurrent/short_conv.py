@@ -3,8 +3,9 @@
     SHORT_CONV  bcx F32 [n, 3 channels], w F32 [channels * taps], pos I32 [n], state F32 [ring, channels]
                 -> y F32 or, of one token or with slots, Q8_1 [n, channels], state
                 With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of state
-                [n_slots, ring, channels]
-    params: [has_slots]
+                [n_slots, ring, channels]. With draws I32 [n] behind slots a sequence has its last token (draws 1) and drafts (draws
+                1 + i) in any columns
+    params: [has_slots] [has_draws]
 
 A row of bcx is what one matrix makes of a token: B, C and x, `channels` values each. y = C * convolution(B * x), the last tap on the
 token itself. Row p % ring of the state is B * x of the token at position p; what lies before position 0 is zeros, whatever the state
@@ -29,7 +30,7 @@ from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
 from vkback.ops.ggml_words import one_of_types
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.recurrent.ssm_conv import depthwise, positions
+from vkback.ops.recurrent.ssm_conv import columns_with_drafts, depthwise, in_order, places_with_drafts, positions
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, reduction, workgroup_size
 from vkback.shader import Variant
@@ -67,16 +68,18 @@ class ShortConv(Op):
         return node.outputs[0].shape[0] if node.params.get("has_slots") else 1
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
-        bcx, w, pos, states, *slots = inputs
+        draws = inputs[-1] if params.get("has_draws") else None
+        bcx, w, pos, states, *slots = inputs if draws is None else inputs[:-1]
         b, c, x = np.split(np.asarray(bcx, np.float64), 3, axis=1)
         if not slots:
             y, state = depthwise(b * x, w, pos, states)
             return [np.where(pos[:, None] >= 0, c * y, 0.0), state]
-        states, rows = np.array(states, np.float64), []
-        for t, slot in enumerate(slots[0]):
-            y, states[slot] = depthwise((b * x)[t : t + 1], w, pos[t : t + 1], states[slot])
-            rows.append(c[t : t + 1] * y if pos[t] >= 0 else np.zeros(y.shape))
-        return [np.concatenate(rows), states]
+        states, made = np.array(states, np.float64), np.zeros(b.shape)
+        for t in in_order(slots[0], draws):
+            y, states[slots[0][t]] = depthwise((b * x)[t : t + 1], w, pos[t : t + 1], states[slots[0][t]])
+            if pos[t] >= 0:
+                made[t : t + 1] = c[t : t + 1] * y
+        return [made, states]
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         bcx, w, pos, state, *slots = node.inputs
@@ -103,9 +106,11 @@ class ShortConv(Op):
             defines: Defines = {"WG_SIZE": wg, "TAPS": taps, "STORE": store, "ONE": int(one)}
             defines |= {"RING": ring} if ring != taps else {}
             defines |= {**reduce, "OUT_Q8_1": 1} if q8 else {}
-            if slots:
-                defines["BIND_SLOTS"] = len(args)
-                args = (*args, Arg(slots[0]))
+            for bind, tensor in zip(("BIND_SLOTS", "BIND_DRAWS"), slots, strict=False):
+                defines[bind] = len(args)
+                args = (*args, Arg(tensor))
+            if "BIND_DRAWS" in defines:
+                defines["MAX_OWN"] = ring - taps + 1
             return Dispatch(
                 Variant.of("ssm/short_conv.comp", defines, subgroup_size=subgroup),
                 args,
@@ -116,7 +121,7 @@ class ShortConv(Op):
                 reason,
                 nbytes=moved,
                 flops=(2 * taps + 2) * n * channels * (1 - store),
-                waits=SpinWaits(part=(bcx.name,)) if one else None,
+                waits=SpinWaits(part=(bcx.name,)) if one and len(slots) < 2 else None,
             )
 
         moved = nbytes(bcx) + nbytes(y) + nbytes(w) + self.read_bytes(node, state, 0)
@@ -144,6 +149,9 @@ class ShortConv(Op):
         yield self.build_case(1, 96, pos0=9, out="q8_1")
         yield self.build_case(1, 2048, out="q8_1").where(sync="sentinel")
         yield self.build_case(3, 160, ring=5, pos0=6, slots=(1, 4, 0), out="q8_1")
+        yield self.build_case(8, 96, ring=7, pos0=4, slots=(1, 4, 0), drafts=(4, 0, 1))
+        yield self.build_case(7, 37, taps=4, ring=8, pos0=0, slots=(3, 1), drafts=(1, 4))
+        yield self.build_case(6, 160, ring=7, pos0=5, slots=(1, 4), drafts=(3, 1), out="q8_1")
 
     def full_cases(self) -> Iterator[Case]:
         for n, (channels, taps), pos0 in product((1, 2, 7, 128), ((1, 3), (33, 2), (260, 5), (1536, 3)), (0, 1, 1000)):
@@ -163,14 +171,19 @@ class ShortConv(Op):
         ring: int = 0,
         slots: Shape = (),
         out: str = "f32",
+        drafts: Shape = (),
         seed: int = 43,
     ) -> Case:
         """Values normal, the state too, even where position 0 makes it void. slots: the sequence of each token, which are at positions
-        pos0, pos0 + 1 ..., and the last a hole where there are more than two. ring: rows of the state, 0: taps."""
+        pos0, pos0 + 1 ..., and the last a hole where there are more than two. drafts: how many each of these sequences has, in columns
+        behind those. ring: rows of the state, 0: taps."""
+        columns, draws = columns_with_drafts(slots, drafts)
         if ring and ring < taps:
             raise CaseLineError(f"ring={ring}: expected at least the {taps} taps")
-        if slots and (len(slots) != n or len(set(slots)) != n or any(s < 0 for s in slots)):
-            raise CaseLineError(f"slots={slots}: expected the numbers of {n} different sequences")
+        if slots and (len(columns) != n or len(set(slots)) != len(slots) or any(s < 0 for s in slots)):
+            raise CaseLineError(f"slots={slots}, drafts={drafts}: expected the numbers of different sequences, {n} tokens in all")
+        if drafts and max(drafts) > (ring or taps) - taps:
+            raise CaseLineError(f"ring={ring}, drafts={drafts}: expected a row more than taps for each draft of a sequence")
 
         y_type = one_of_types(out, ("F32", "Q8_1"), "out")
 
@@ -180,14 +193,21 @@ class ShortConv(Op):
             y = dataclasses.replace(y, type=y_type)
             n_slots = (max(slots) + 1,) if slots else ()
             state = Tensor("state", "F32", (*n_slots, ring or taps, channels), "state")
-            sequences = (Tensor("slots", "I32", (n,), "input"),) if slots else ()
-            node = Node(self.name, (bcx, w, pos, state, *sequences), (y, state), {"has_slots": True} if slots else {})
+            names = ("slots", "draws") if drafts else ("slots",) if slots else ()
+            sequences = [Tensor(name, "I32", (n,), "input") for name in names]
+            params = {f"has_{name}": True for name in names}
+            node = Node(self.name, (bcx, w, pos, state, *sequences), (y, state), params)
             values: dict[str, Array] = {t.name: rng.standard_normal(t.shape, np.float32) for t in (bcx, w, state)}
             values["pos"] = positions(n, pos0, max(padding, int(len(slots) > 2)))
-            return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
+            values |= {"slots": np.array(columns, np.int32)} if slots else {}
+            if drafts:
+                at_hole = slots[-1] if len(slots) > 2 else None
+                values |= {"draws": np.array(draws, np.int32), "pos": places_with_drafts(columns, draws, pos0, at_hole)}
+            return Problem(node, values)
 
         params: dict[str, Any] = {"n": n, "channels": channels, "taps": taps, "pos0": pos0, "padding": padding}
-        params |= ({"ring": ring} if ring else {}) | ({"slots": slots} if slots else {}) | ({"out": out} if y_type != "F32" else {})
+        params |= ({"ring": ring} if ring else {}) | ({"slots": slots} if slots else {}) | ({"drafts": drafts} if drafts else {})
+        params |= {"out": out} if y_type != "F32" else {}
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:

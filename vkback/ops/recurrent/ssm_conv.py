@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push
@@ -73,6 +73,34 @@ def kept_defines(state: Tensor, conv: Tensor | None, taps: int, keep: bool) -> D
         **({"RING": conv.shape[-2]} if conv is not None and conv.shape[-2] != taps else {}),
         **({"KEEP": 1} if keep else {}),
     }
+
+
+def drafts_defines(bind: int, state: Tensor) -> Defines:
+    """What kernels of a recurrence need to know of steps in which sequences have drafts: the binding of `draws`, and the most tokens of a
+    sequence, for that many states are kept beside the one that is read."""
+    return {"BIND_DRAWS": bind, "MAX_OWN": state.shape[-4] - 1}
+
+
+def in_order(slots: Array, draws: Array | None) -> list[int]:
+    """Columns, those of a sequence in the order of its tokens: its last one, then its drafts."""
+    return sorted(range(len(slots)), key=lambda t: 0 if draws is None else int(draws[t]))
+
+
+def columns_with_drafts(slots: Shape, drafts: Shape) -> tuple[list[int], list[int]]:
+    """Slots and draws of a case's columns: its sequences, each with as many drafts. The first columns are those of last tokens, in order;
+    then come first drafts, second ones, from the last sequence to the first."""
+    columns = [(slot, 1) for slot in slots]
+    for i in range(1, max(drafts, default=0) + 1):
+        columns += [(slot, 1 + i) for slot, count in reversed(list(zip(slots, drafts, strict=True))) if count >= i]
+    return [slot for slot, _ in columns], [draw for _, draw in columns]
+
+
+def places_with_drafts(slots: Sequence[int], draws: Sequence[int], pos0: int, hole: int | None) -> Array:
+    """Positions of these columns: the last token of a sequence is at pos0 and how manyeth sequence it is; a sequence's are holes."""
+    order = list(dict.fromkeys(slots))
+    return np.array(
+        [-1 if slot == hole else pos0 + order.index(slot) + draw - 1 for slot, draw in zip(slots, draws, strict=True)], np.int32
+    )
 
 
 def check_slots(slots: int, keep: bool, n: int) -> None:

@@ -5,8 +5,9 @@
     SSM_CONV_SCAN  zx F32 [1, ...], w F32 [channels * taps] [, bias F32 [channels]], a, d, dt_bias, pos I32 [1],
                    conv_state F32 [ring, channels], state -> y, conv_state, state: both ops for one token, in one dispatch.
                    With slots I32 [n] last, for n tokens of as many sequences, whose states are number slots[t] of conv_state
-                   [n_slots, ring, channels] and state [n_slots, slots, ...]; zx and pos then have n rows
-    params: n_group [, keep] [, has_slots]
+                   [n_slots, ring, channels] and state [n_slots, slots, ...]; zx and pos then have n rows. With draws I32 [n] behind
+                   slots a sequence has its last token (draws 1) and drafts (draws 1 + i) in any columns; the state after each is kept
+    params: n_group [, keep] [, has_slots] [, has_draws]
 
 inner = n_head * head_dim, channels = inner + 2 * n_group * d_state. A row of zx is what one matrix makes of a token: z [inner], the
 convolution's input [channels] (x, B and C), dt [n_head]. With dt = softplus(dt + dt_bias), head h and its group g:
@@ -39,7 +40,16 @@ from vkback.ops.ggml_only import ssm as ssm_sequences
 from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.recurrent.ssm_conv import check_slots, convolved, kept_defines, positions
+from vkback.ops.recurrent.ssm_conv import (
+    check_slots,
+    columns_with_drafts,
+    convolved,
+    drafts_defines,
+    in_order,
+    kept_defines,
+    places_with_drafts,
+    positions,
+)
 from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
@@ -134,9 +144,11 @@ class _Scan(Op):
         conv: Tensor | None,
         rest: tuple[Tensor, ...],
         slots: Tensor | None = None,
+        draws: Tensor | None = None,
     ) -> Dispatch:
-        """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op. slots: the tokens' sequences."""
-        heads, keep = Heads.of(state, node.params), bool(node.params.get("keep"))
+        """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op. slots: the tokens' sequences;
+        draws: which of its tokens they are."""
+        heads, keep = Heads.of(state, node.params), bool(node.params.get("keep")) or draws is not None
         y, n = node.outputs[0], zx.shape[0]
         if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
             raise PlanError(
@@ -174,8 +186,11 @@ class _Scan(Op):
         if slots is not None:
             defines["BIND_SLOTS"] = len(args)
             args.append(Arg(slots))
+        if draws is not None:
+            defines |= drafts_defines(len(args), state)
+            args.append(Arg(draws))
         sequences = n if slots else 1
-        states_bytes = (1 + (n if keep else 1)) * sequences * heads.state_bytes
+        states_bytes = (1 + (n if keep and not slots else 1)) * sequences * heads.state_bytes
         weights = sum(nbytes(t) for t in rest if t.kind == "weight")
         return Dispatch(
             kernel=Variant.of("ssm/scan.comp", defines, subgroup_size=subgroup),
@@ -191,7 +206,7 @@ class _Scan(Op):
             + weights
             + (4 * sequences * heads.channels * int(defines["TAPS"]) if conv else 4 * n * heads.channels),
             flops=n * heads.inner * (5 * heads.d_state + 8),
-            waits=SpinWaits(part=(zx.name,)) if conv is not None else None,
+            waits=SpinWaits(part=(zx.name,)) if conv is not None and draws is None else None,
         )
 
 
@@ -306,23 +321,25 @@ class SsmConvScan(_Scan):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         inputs = list(node.inputs)
+        draws = inputs.pop() if node.params.get("has_draws") else None
         slots = inputs.pop() if node.params.get("has_slots") else None
         zx, *rest, pos, conv_state, state = inputs
         if pos.shape != (slots.shape if slots else (1,)):
             raise PlanError(f"[SSM_CONV_SCAN] {node.name}: it takes one token, or one of each sequence, got {pos}")
-        return [self._dispatch(node, ctx, zx, pos, state, conv_state, tuple(rest), slots)]
+        return [self._dispatch(node, ctx, zx, pos, state, conv_state, tuple(rest), slots, draws)]
 
     def _by_sequence(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         """Token by token, each with the states of its own sequence."""
-        zx, *weights, pos, conv_states, states, slots = inputs
+        draws = inputs[-1] if params.get("has_draws") else None
+        zx, *weights, pos, conv_states, states, slots = inputs if draws is None else inputs[:-1]
         conv_states, states = np.array(conv_states, np.float64), np.array(states, np.float64)
-        plain = {key: value for key, value in params.items() if key != "has_slots"}
-        y = []
-        for t, slot in enumerate(slots):
+        plain = {"n_group": params["n_group"]}
+        y = np.zeros((len(slots), states.shape[2] * states.shape[3]))
+        for t in in_order(slots, draws):
+            slot = slots[t]
             one = [zx[t : t + 1], *weights, pos[t : t + 1], conv_states[slot], states[slot]]
-            made, conv_states[slot], states[slot] = self.reference(one, plain)
-            y.append(made)
-        return [np.concatenate(y), conv_states, states]
+            y[t : t + 1], conv_states[slot], states[slot] = self.reference(one, plain)
+        return [y, conv_states, states]
 
     def unfused(self, node: Node) -> list[Node]:
         """None with slots: the plain ops have one sequence."""
@@ -347,6 +364,8 @@ class SsmConvScan(_Scan):
         yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0, 3, 1), pos=5)
         yield self.build_case(4, 20, 20, n_group=2, taps=3, bias=False, slots=(1, 4))
         yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0), pos=1).where(sync="sentinel")
+        yield self.build_case(4, 20, 20, n_group=2, taps=3, slots=(1, 4, 0), drafts=(3, 0, 2), kept=5, pos=4)
+        yield self.build_case(6, 64, 128, n_group=3, slots=(2, 0, 3), drafts=(7, 2, 0), kept=9, pos=0)
 
     def full_cases(self) -> Iterator[Case]:
         for (n_head, head_dim, d_state, n_group), taps, pos in product(
@@ -367,34 +386,42 @@ class SsmConvScan(_Scan):
         pos: int = 0,
         bias: bool = True,
         slots: Shape = (),
+        drafts: Shape = (),
         kept: int = 2,
         seed: int = 41,
     ) -> Case:
         """As for SSM_SCAN. pos -1: the token is padding. slots: the sequence of each of several tokens, which are at positions pos, pos + 1
-        ..., and the last a hole where there are more than two. kept: slots of a state."""
-        check_slots(kept, False, 1)
+        ..., and the last a hole where there are more than two. drafts: how many each of these sequences has, in columns behind those.
+        kept: slots of a state."""
+        check_slots(kept, bool(drafts), max(drafts, default=0) + 1)
+        columns, draws = columns_with_drafts(slots, drafts)
         if len(set(slots)) != len(slots) or any(s < 0 for s in slots):
             raise CaseLineError(f"slots={slots}: expected the numbers of different sequences")
 
         def make(rng: np.random.Generator) -> Problem:
             heads = Heads(n_head, head_dim, d_state, n_group)
-            n = len(slots) or 1
+            n = len(columns) or 1
             zx, *others, at, state = _inputs(n, heads)
             n_slots = (max(slots) + 1,) if slots else ()
             state = dataclasses.replace(state, shape=(*n_slots, kept, *state.shape[1:]))
             sequences = [Tensor("slots", "I32", (n,), "input")] if slots else []
+            sequences += [Tensor("draws", "I32", (n,), "input")] if drafts else []
             conv = [Tensor("w", "F32", (heads.channels * taps,), "weight")]
             conv += [Tensor("bias", "F32", (heads.channels,), "weight")] if bias else []
             conv_state = Tensor("conv_state", "F32", (*n_slots, taps + kept - 2, heads.channels), "state")
             outputs = (Tensor("y", "F32", (n, heads.inner)), conv_state, state)
-            params = {"n_group": n_group} | ({"has_slots": True} if slots else {})
+            params = {"n_group": n_group} | ({"has_slots": True} if slots else {}) | ({"has_draws": True} if drafts else {})
             node = Node(self.name, (zx, *conv, *others, at, conv_state, state, *sequences), outputs, params)
             values = _values(node, rng, max(pos, 0), int(pos < 0 or n > 2))
-            return Problem(node, values | ({"slots": np.array(slots, np.int32)} if slots else {}))
+            values |= {"slots": np.array(columns, np.int32)} if slots else {}
+            if drafts:
+                at_hole = slots[-1] if len(slots) > 2 else None
+                values |= {"draws": np.array(draws, np.int32), "pos": places_with_drafts(columns, draws, pos, at_hole)}
+            return Problem(node, values)
 
         params: dict[str, Any] = {"n_head": n_head, "head_dim": head_dim, "d_state": d_state, "n_group": n_group, "taps": taps}
         params |= {"pos": pos, "bias": bias}
-        params |= ({"slots": slots} if slots else {}) | ({"kept": kept} if kept != 2 else {})
+        params |= ({"slots": slots} if slots else {}) | ({"drafts": drafts} if drafts else {}) | ({"kept": kept} if kept != 2 else {})
         return Case(self.name, {**params, "seed": seed}, make, seed)
 
 
