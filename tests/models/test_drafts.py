@@ -319,11 +319,11 @@ def test_steps_with_drafts_are_planned_beside_what_runs(tmp_path: Path, device: 
     use_barriers: list[Callable[[str], None]] = []
     drafts_planned: list[str] = []
 
-    def planned(graph: Graph, ctx: LowerContext, *, fusion: str) -> Schedule:
+    def planned(graph: Graph, ctx: LowerContext, *, fusion: str, crossing: Sequence[str] = ()) -> Schedule:
         drafts_planned.extend(n.op for n in graph.nodes if n.op == "LOOKUP")
         while use_barriers:
             use_barriers.pop()("for a test")  # while a thread plans
-        return plan(graph, ctx, fusion=fusion)
+        return plan(graph, ctx, fusion=fusion, crossing=crossing)
 
     monkeypatch.setattr("vkback.engine.plans.plan", planned)
     for turned_over in (False, True):
