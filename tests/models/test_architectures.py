@@ -121,7 +121,7 @@ ANY = -1
 GPT_OSS_OPS = {"GET_ROWS": 1, "ROPE_ANGLES": 1, "LINEAR": 5 * 24 + 1, "ATTN_DECODE": 24, "QUANTIZE_Q8_1": 24, "SAMPLE": 1}
 DEEPSEEK2_OPS = {"LINEAR_HEADS": 2 * 27, "MLA_ROPE_SET_ROWS": 27, "FLASH_ATTN_EXT": 27}
 DEEPSEEK2_OPS |= dict.fromkeys(("CONT", "CONCAT", "PERMUTE", "MUL_MAT", "ROPE", "SET_ROWS"), 0)
-DELTA_NET_OPS = {"CONV_DELTA_NET": 30, "ATTN_DECODE": 10, "SIGMOID_GLU": 10, "TOPK_MOE": 0}
+DELTA_NET_OPS = {"CONV_DELTA_NET": 30, "ATTN_DECODE": 10, "SIGMOID_GLU": 0, "TOPK_MOE": 0}
 RECURRENT_OPS = {"SSM_CONV_SCAN": 36, "ATTN_DECODE": 4}
 
 TOKENS = [
@@ -233,16 +233,16 @@ TOKENS = [
         ops={"SSM_CONV_SCAN": 36, "ATTN_DECODE": 36},
     ),
     Token("mamba2-130m-Q8_0", "mamba2 0.1B Q8_0", 1 + 3 * 24 + 2, "GET_ROWS", 3, "zxBCdt-1 | ssm_scan-1 | l_out-1", {"ATTN_DECODE": 0}),
-    # Of four layers the last has attention, and a stage for its gate.
-    Token("qwen35-9b-Q4_K_M", "qwen35 9B Q4_K - Medium", 1 + 5 * 24 + 6 * 8 + 2, layer=f"{DELTA_NET} | ffn_swiglu-1 | l_out-1"),
+    # Of four layers the last has attention, which takes its gate in.
+    Token("qwen35-9b-Q4_K_M", "qwen35 9B Q4_K - Medium", 1 + 5 * 32 + 2, layer=f"{DELTA_NET} | ffn_swiglu-1 | l_out-1"),
     Token(
         "qwen35moe-35b-a3b-Q4_K_M",
         "qwen35moe 35B.A3B Q4_K - Medium",
-        1 + 6 * 30 + 7 * 10 + 2,
+        1 + 6 * 40 + 2,
         layer=f"{DELTA_NET} | {GATED_EXPERTS}",
         ops=DELTA_NET_OPS,
     ),
-    Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 3 + 7 + 2, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
+    Token("qwen3next-80b-a3b-Q4_K_M:4", "", 1 + 6 * 4 + 2, layer=f"{DELTA_NET} | {GATED_EXPERTS}"),
     Token(
         "lfm2-1.2b-Q8_0",
         "lfm2 1.2B Q8_0",

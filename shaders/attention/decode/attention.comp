@@ -22,6 +22,7 @@
 //   6  tickets  one counter for each (token tile, head group)
 //   BIND_Q_PE   q_pe F32 [n, n_head, HD - NOPE] (SPLIT_Q): the rest of Q; q then has its first NOPE values, in rows of Q_PITCH
 //   BIND_SINKS  sinks F32 [n_head] (HAS_SINKS): an extra logit in the softmax of each head, without a row of V
+//   BIND_GATE   gate F32 [n, n_head * VD] (with FUSED): y is multiplied by its sigmoid
 //   BIND_SLOTS  slots I32 [n] (PAGE): the sequence of each token; BIND_PAGES  pages I32 [n_slots, max_pages]: the page table
 //               (attention/pages.glsl). TOKENS is 1 then, pos counts rows of the token's sequence, n_ctx those of all pages together
 //
@@ -129,6 +130,9 @@ layout(binding = 6) coherent buffer Tickets { uint tickets[]; };
 #endif
 #if HAS_SINKS
 layout(binding = BIND_SINKS) readonly buffer Sinks { float sinks[]; };
+#endif
+#ifdef BIND_GATE
+layout(binding = BIND_GATE) SYNC_INPUT buffer Gate { vec4 gate4[]; };
 #endif
 
 #if SPLIT_Q

@@ -1,4 +1,7 @@
-// Epilogue of attention: sinks and normalization, then the store as F32, Q8_1 or F16 in unit order.
+// Epilogue of attention: sinks, normalization and gate, then the store as F32, Q8_1 or F16 in unit order.
+#ifdef BIND_GATE
+float sigmoid(float x);  // elementwise/functions.glsl
+#endif
 
 // Normalizes a sum. max_sum: (maximum, sum of weights).
 vec4 normalize_sum(vec4 total, vec2 max_sum, uint head) {
@@ -30,6 +33,17 @@ void store_units(uint token, uint quad, vec4 v) {
 }
 #endif
 
+// Four values of the result, gated.
+vec4 result(uint o, uint at) {
+#ifdef BIND_GATE
+    vec4 gate;
+    SPIN_UNTIL(gate = gate4[at], arrived(gate));
+    return query4[o] * vec4(sigmoid(gate.x), sigmoid(gate.y), sigmoid(gate.z), sigmoid(gate.w));
+#else
+    return query4[o];
+#endif
+}
+
 // Stores query4, four values per thread.
 void store(uint tid, uint token0, uint head0) {
     for (uint first = 0; first < QUERIES * OUT4; first += WG_SIZE) {
@@ -38,12 +52,12 @@ void store(uint tid, uint token0, uint head0) {
         const uint quad = head0 * OUT4 + o % (HEADS * OUT4);
         const bool valid = o < QUERIES * OUT4 && token < p.n;
 #if OUT_Q8_1
-        const Q8_1Quad packed = q8_1_pack(quad, valid ? query4[o] : vec4(0.0));
+        const Q8_1Quad packed = q8_1_pack(quad, valid ? result(o, token * p.n_head * OUT4 + quad) : vec4(0.0));
         if (valid) q8_1_store(token, p.n_head * (VD / 32), quad, packed);
 #elif OUT_UNITS
-        if (valid) store_units(token, quad, query4[o]);
+        if (valid) store_units(token, quad, result(o, token * p.n_head * OUT4 + quad));
 #else
-        if (valid) y4[token * p.n_head * OUT4 + quad] = not_sentinel(query4[o]);
+        if (valid) y4[token * p.n_head * OUT4 + quad] = not_sentinel(result(o, token * p.n_head * OUT4 + quad));
 #endif
     }
 }

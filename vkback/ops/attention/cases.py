@@ -526,6 +526,11 @@ class DecodeCases(Op):
         yield self.build_case(4, 2, 80, 70, 33, "neox", False, False, "F32", seed=83, norm_v=True)
         yield self.build_case(32, 32, 128, 40, 33, "normal", True, False, "F32", seed=84, norm_all=True, type_k="q8_0", type_v="q8_0")
         yield from self.shared_cases()
+        for y in ("F32", "Q8_1"):
+            gated = self.build_case(8, 2, 64, 600, 500, "neox", True, False, y, seed=98, n_dims=32, gated=True)
+            yield gated
+            yield gated.where(sync="sentinel", **MANY_SPLITS[0])
+        yield self.build_case(8, 2, 64, 320, 200, "neox", True, False, "F32", seed=99, page=32, sinks=True, gated=True)
         for seed, (pos, page, kind) in enumerate(
             ((300, 64, "f16"), (64, 64, "q8_0"), (0, 32, "q4_0"), (-1, 32, "f16"), (95, 16, "f32")), 60
         ):
@@ -600,6 +605,7 @@ class DecodeCases(Op):
         norm_all: bool = False,
         norm_v: bool = False,
         shared_kv: bool = False,
+        gated: bool = False,
         **rope: Any,
     ) -> Case:
         """A case whose cache holds NaN in row pos and beyond (garbage False: zeros everywhere, made quickly).
@@ -610,6 +616,7 @@ class DecodeCases(Op):
         softcap of scores, 0: none; chunked: the window is one of chunks
         norm_all  with norm: of all heads of Q or K at once; norm_v: V is normed, too
         shared_kv  queries alone: the caches hold row pos
+        gated   the attention is multiplied by the sigmoid of a gate
         """
         checked_softcap(softcap)
         checked_chunks(window, chunked)
@@ -675,6 +682,10 @@ class DecodeCases(Op):
             params |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v), ("shared_kv", shared_kv)) if given}
             if norm or norm_v:
                 params["eps"] = 1e-6
+            if gated:
+                inputs += (Tensor("gate", "F32", (1, n_head * hd), "input"),)
+                values["gate"] = 2 * rng.standard_normal((1, n_head * hd), np.float32)
+                params["gated"] = True
             if page:
                 inputs += (Tensor("slots", "I32", (1,), "input"), Tensor("pages", "I32", pages.shape, "input"))
                 values |= {"slots": np.ones(1, np.int32), "pages": pages}
@@ -706,5 +717,6 @@ class DecodeCases(Op):
         shown |= {"softcap": softcap} if softcap else {}
         shown |= {"chunked": True} if chunked else {}
         shown |= {key: True for key, given in (("norm_all", norm_all), ("norm_v", norm_v), ("shared_kv", shared_kv)) if given}
+        shown |= {"gated": True} if gated else {}
         shown |= {} if garbage else {"garbage": False}
         return Case(self.name, {**shown, "seed": seed}, make, seed)

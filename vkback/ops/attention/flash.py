@@ -10,11 +10,13 @@
                     With page the caches hold rows of several sequences in pages of so many: row r of token t's sequence is row r % page of
                     page pages[slots[t], r // page] (vkback/ops/attention/paged.py)
     ATTN_DECODE     qkv F32 [1, (n_head + 2 n_head_kv) * hd], pos I32 [1], cache_k, cache_v [, angles F32 [1, n_dims / 2, 2] (ROPE_ANGLES)]
-                    [, q_norm, k_norm F32 [hd], with norm_all [heads * hd]] [, sinks F32 [n_head]] [, slots, pages]
+                    [, q_norm, k_norm F32 [hd], with norm_all [heads * hd]] [, sinks F32 [n_head]] [, gate F32 [1, n_head * hd]]
+                    [, slots, pages]
                     -> the same, cache_k, cache_v
                     params: those of ROPE (n_dims 0: no RoPE and no angles), n_head, n_head_kv, head_dim, scale [, window, chunked, softcap,
                     eps], has_norm [, norm_all: over all heads of Q or K at once; norm_v: V is normed, too, without a weight],
-                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, page]
+                    has_ff (angles hold factors) [, type_k, type_v: of caches that are not F16] [, gated: the attention is multiplied by the
+                    sigmoid of gate] [, page]
                     Norm and RoPE of queries and key, store of key and value at row pos, attention: one token, one dispatch.
                     With shared_kv row pos is there already, of a layer before: qkv F32 [1, n_head * hd] holds queries alone, there is no
                     k_norm, and the attention is the only output.
@@ -260,7 +262,16 @@ def _lower(
         reason=choice.source,
         nbytes=nbytes(q) + nbytes(out) + (n if page else 1) * attention_prompt.read_bytes(cache_k, cache_v, rows, vd),
         flops=2 * n * n_head * rows * (hd + vd),
-        waits=_waits(q, cache_k, cache_v, splits, groups[0] * groups[2], bool(fused), whole=bool(node.params.get("norm_all"))),
+        waits=_waits(
+            q,
+            cache_k,
+            cache_v,
+            splits,
+            groups[0] * groups[2],
+            bool(fused),
+            whole=bool(node.params.get("norm_all")),
+            gate=tuple(t.name for role, t in extra if role == "gate"),
+        ),
     )
 
 
@@ -275,11 +286,14 @@ def _unit_order(node: Node, out: Tensor, ctx: LowerContext) -> Defines:
     return {"OUT_UNITS": 1, "Y_STRIDE": stride, **order}
 
 
-def _waits(q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool, *, whole: bool) -> SpinWaits:
-    """What the kernel of `_lower` waits for. Fused, for the heads of one token (whole: for all of Q and K), which is never padding; else
-    until what makes q has arrived, which stores the rows of the caches, too."""
+def _waits(
+    q: Tensor, cache_k: Tensor, cache_v: Tensor, splits: Sequence[str], tiles: int, fused: bool, *, whole: bool, gate: tuple[str, ...]
+) -> SpinWaits:
+    """What the kernel of `_lower` waits for. Fused, for the heads of one token (whole: for all of Q and K), which is never padding, and for
+    its part of a gate; else until what makes q has arrived, which stores the rows of the caches, too."""
     if fused:
-        return SpinWaits(whole=(q.name,), own=tuple(splits)) if whole else SpinWaits(part=(q.name,), own=tuple(splits))
+        own = tuple(splits)
+        return SpinWaits(whole=(q.name,), part=gate, own=own) if whole else SpinWaits(part=(q.name, *gate), own=own)
     return SpinWaits(counted=(q.name, cache_k.name, cache_v.name), arrives=tiles)
 
 
@@ -471,6 +485,9 @@ class AttnDecode(DecodeCases):
         qkv, pos, cache_k, cache_v, *rest = inputs
         if params.get("page"):
             return token_by_sequence(self.reference, inputs, params)
+        if params.get("gated"):
+            attended, *stored = self.reference(inputs[:-1], {**params, "gated": False})
+            return [*OPS["SIGMOID_GLU"].reference([inputs[-1], attended], {}), *stored]
         angles = rest.pop(0) if params["n_dims"] else np.zeros((1, 0, 2))
         hd, heads, kv = params["head_dim"], params["n_head"], params["n_head_kv"]
         cos, sin = np.moveaxis(np.asarray(angles, np.float64), -1, 0)
@@ -507,11 +524,12 @@ class AttnDecode(DecodeCases):
         roles = [*(["angles"] if n_dims else []), *(["q_norm", *([] if shared else ["k_norm"])] if has_norm else [])]
         paged = paged_inputs(node)
         rest = rest[: len(rest) - len(paged)]
+        gate = [("gate", rest.pop())] if params.get("gated") else []
         roles += ["sinks"] * (len(rest) - len(roles))
         norms = {"HAS_NORM": int(has_norm), "NORM_ALL": int(bool(params.get("norm_all"))), "NORM_V": int(bool(params.get("norm_v")))}
         fused: Defines = {**norms, "ROPE_PAIRS": n_dims // 2, "ROPE_NEOX": rope_angles.MODES[params["mode"]]}
         fused |= {"STORES_ROW": 0} if shared else {}
-        extra = [*zip(roles, rest, strict=True), *paged]
+        extra = [*zip(roles, rest, strict=True), *gate, *paged]
         return [_lower(node, ctx, qkv, cache_k, cache_v, pos, 1, params["n_head"], extra, fused)]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
@@ -537,6 +555,12 @@ class AttnDecode(DecodeCases):
         params = node.params
         qkv, pos, cache_k, cache_v, *extra = node.inputs
         extra = extra[1:] if params["n_dims"] else extra
+        if params.get("gated"):
+            gate = len(node.inputs) - 1 - len(paged_inputs(node))
+            inputs = (*node.inputs[:gate], *node.inputs[gate + 1 :])
+            made = dataclasses.replace(node.outputs[0], name=f"{node.name}.whole", type="F32")
+            plain = Node(node.op, inputs, (made, *node.outputs[1:]), {**params, "gated": False})
+            return [plain, Node("SIGMOID_GLU", (node.inputs[gate], made), node.outputs[:1])]
         if params.get("shared_kv"):
             return self._unfused_queries(node)
         if params.keys() & OF_NORMS or params.get("has_ff") or {cache_k.type, cache_v.type} != {"F16"} or params.get("page"):

@@ -13,7 +13,7 @@ from vkback.ops.attention.paged import paged_inputs
 from vkback.ops.matmul.linear_heads import heads_problem
 from vkback.ops.rope import angles as rope_angles
 from vkback.ops.view import View
-from vkback.plan.nodes import Index, Nodes, replace, tokens_of
+from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
 from vkback.plan.passes.linear import combine
 
 
@@ -270,6 +270,25 @@ def queries_into_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: in
         nodes = replace(nodes, gone, [*([] if any(n is angles for n in nodes) else [angles]), fused])
         index = Index(nodes, outputs)
     return nodes
+
+
+def gates_into_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> Nodes:
+    """ATTN_DECODE, SIGMOID_GLU of a gate and of it alone -> ATTN_DECODE with the gate, where the device binds as many buffers."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "SIGMOID_GLU" or len(node.inputs) != 2 or node.inputs[0].elements != node.inputs[1].elements:
+            return None
+        gate, attention = node.inputs[0], index.one_use_producer(node.inputs[1], "ATTN_DECODE")
+        if attention is None or attention.params.get("gated") or attention.name != node.inputs[1].name:
+            return None
+        paged = len(attention.inputs) - len(paged_inputs(attention))
+        inputs = (*attention.inputs[:paged], dataclasses.replace(gate, shape=attention.outputs[0].shape), *attention.inputs[paged:])
+        if len(inputs) + 3 + 1 > bindings:  # the result, the splits' scratch and tickets, and the state of spin-waits
+            return None
+        made = (dataclasses.replace(attention.outputs[0], name=node.name), *attention.outputs[1:])
+        return [attention, node], dataclasses.replace(attention, inputs=inputs, outputs=made, params={**attention.params, "gated": True})
+
+    return rewrite(nodes, outputs, match)
 
 
 @dataclass(frozen=True)

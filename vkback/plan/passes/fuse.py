@@ -9,7 +9,16 @@ from vkback.graph import Graph, Node, Tensor
 from vkback.ops.lowering import LowerContext
 from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
 from vkback.plan.passes.altup import fuse_altup, fuse_altup_routers
-from vkback.plan.passes.attention import fuse_attention, fuse_latent, may_pack, pack_qkv, packing, queries_into_attention, without_flash
+from vkback.plan.passes.attention import (
+    fuse_attention,
+    fuse_latent,
+    gates_into_attention,
+    may_pack,
+    pack_qkv,
+    packing,
+    queries_into_attention,
+    without_flash,
+)
 from vkback.plan.passes.choose import choose_kernels
 from vkback.plan.passes.experts import cache_experts
 from vkback.plan.passes.linear import (
@@ -61,7 +70,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     into_attention = n == 1 and choice["rope"] == "attention"
     nodes = pack_qkv(pack_delta_net(nodes), into_attention)
     if into_attention:
-        nodes = queries_into_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
+        for into in (queries_into_attention, gates_into_attention):
+            nodes = into(nodes, outputs, bindings=ctx.caps.max_storage_bindings)
     nodes = choose_kernels(nodes, ctx)
     if n == 1 and choice["norm"] == "prologue":
         nodes = norms_into_prologue(nodes, outputs, ctx)
