@@ -1,6 +1,6 @@
-"""Every family goes through the same table: prompts in pieces over every type of cache, their states, adapters. Logits and states over F16
-are in test_references.py, batches of sequences in test_batch.py, `--exact` in test_exact.py, drafts in test_drafts.py; these go through
-all families, too. In the quick run one family of a kind goes through the tests here."""
+"""Every family goes through the same table: prompts in pieces over every type of cache, their states, barrier-free stages, adapters.
+Logits and states over F16 are in test_references.py, batches of sequences in test_batch.py, `--exact` in test_exact.py, drafts in
+test_drafts.py; these go through all families, too. In the quick run one family of a kind goes through the tests here."""
 
 from __future__ import annotations
 
@@ -64,6 +64,30 @@ def test_prompts_in_pieces_over_every_type_of_cache(name: str, type: str, tmp_pa
     want = NumpyTwin(path, n_ctx=N_CTX, cache=CacheTypes(type.upper(), type.upper())).logits(TOKENS)
     # A value on the edge between two levels may go to the other: a small share of what rounding to the levels changes at all.
     assert nmse(got, want) <= 0.2 * nmse(plain, want)
+
+
+@pytest.mark.vulkan
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", TINY)
+def test_barrier_free_stages_change_no_bit(
+    name: str, tmp_path: Path, device: Device, barrier_free: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the quick run those of tests/models/test_architectures.py, whose heads are odd, go through it."""
+    path = tiny_in_whole_units(name, tmp_path / "model.gguf")
+
+    def decoded() -> tuple[np.ndarray, int]:
+        with Engine.load(path, device, n_ctx=N_CTX, act="q8_1", progress=False) as engine:
+            free = len(engine.schedule().barrier_free)
+            logits = np.stack([engine.decode_logits(t) for t in TOKENS[:20]])
+            assert len(engine.schedule().barrier_free) == free, "the check of the first run found another result"
+            return logits, free
+
+    found, free = decoded()
+    assert free > 0
+    monkeypatch.undo()  # barriers, as the tables of this device choose
+    want, free = decoded()
+    assert free == 0
+    assert np.array_equal(found.view(np.uint32), want.view(np.uint32))
 
 
 def matrices(model: Model) -> list[str]:
