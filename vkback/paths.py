@@ -238,9 +238,9 @@ def write_atomic(path: Path, data: bytes) -> bool:
 def write_cache(path: Path, data: bytes) -> None:
     """Write a file of a cache, which may be lost: that is logged once, since what it saves is then made anew on every run."""
     error = _refusal(path, data)
-    if error is None or _told:
+    if error is None or warned_of_cache:
         return
-    _told.append(True)
+    warned_of_cache.append(True)
     folder = cache_dir()
     where = folder if path.is_relative_to(folder) else path.parent
     log.warning(
@@ -259,7 +259,7 @@ def try_cache() -> None:
         probe.unlink()
 
 
-_told: list[bool] = []
+warned_of_cache: list[bool] = []
 """Not empty once the warning of `write_cache` is logged."""
 
 

@@ -269,7 +269,7 @@ def test_a_store_that_finds_no_room_leaves_no_file(open_files_stay: None, tmp_pa
 def test_a_cache_file_that_another_process_reads_is_kept_without_a_warning(
     open_files_stay: None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "_told", [])
+    monkeypatch.setattr(paths, "warned_of_cache", [])
     file = tmp_path / "module.spv"
     paths.write_cache(file, b"spirv")
     with file.open("rb"):

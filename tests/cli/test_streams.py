@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_written_is_told_of_once(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setattr(paths, "_told", [])
+    monkeypatch.setattr(paths, "warned_of_cache", [])
     monkeypatch.setenv("VKBACK_CACHE", str(file / "none"))
     for name in ("a", "b"):
         paths.write_cache(file / "none" / "shaders" / name, b"")

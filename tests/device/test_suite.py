@@ -140,12 +140,12 @@ def test_who_starts_processes_tells_of_a_cache_that_cannot_be_written(
     """What processes log is seen by nobody, and this one may have nothing to write."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("VKBACK_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(paths, "_told", [])
+    monkeypatch.setattr(paths, "warned_of_cache", [])
     assert list(run_in_processes(["ABS(ne_a=[64])"], 1, device.index, "auto", work=_none)) == []
     (said,) = caplog.messages
     assert said.startswith(f"nothing can be kept in the cache {tmp_path / 'file'}: ")
     monkeypatch.setenv("VKBACK_CACHE", str(tmp_path / "good"))
-    monkeypatch.setattr(paths, "_told", [])
+    monkeypatch.setattr(paths, "warned_of_cache", [])
     assert list(run_in_processes(["ABS(ne_a=[64])"], 1, device.index, "auto", work=_none)) == []
     assert len(caplog.messages) == 1 and not list((tmp_path / "good").glob("*probe*"))
 

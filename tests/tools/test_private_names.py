@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 
-CEILING = 60
+CEILING = 58
 """Lower it when there are fewer. Where a test needs more, give the object a small public property, or test what it does."""
 
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_repr_html_"}
