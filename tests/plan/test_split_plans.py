@@ -48,23 +48,13 @@ def differing(model: Model, tokens: int) -> set[str]:
     return {label for label, op, *_ in ((whole - cut) + (cut - whole)) if op not in NEW}
 
 
-@pytest.mark.parametrize(
-    ("name", "border"),
-    [
-        ("llama-8b-Q4_K_S", set()),
-        ("gpt-oss-20b-MXFP4", set()),
-        ("qwen35-9b-Q4_K_S", set()),
-        # The sum behind a layer's last norm is made by the product of the next layer, else by a kernel of its own.
-        ("gemma3-1b-Q4_K_S", {"l_out-12", "Qcur_rope-13.qkv", "ffn_geglu-13"}),
-    ],
-)
-def test_a_token_over_two_h200_has_the_kernels_of_one(name: str, border: set[str], models: Callable[[str], Model]) -> None:
+@pytest.mark.parametrize("name", ["llama-8b-Q4_K_S", "gpt-oss-20b-MXFP4", "qwen35-9b-Q4_K_S", "gemma3-1b-Q4_K_S"])
+def test_a_token_over_two_h200_has_the_kernels_of_one(name: str, models: Callable[[str], Model]) -> None:
     model = models(name)
-    assert differing(model, 1) == border
+    assert differing(model, 1) == set()
     one, (first, second) = all_and_parts(model, 1)
     barriers = [len(s.stages) - len(s.barrier_free) for s in (one, first, second)]
-    assert barriers[2] == barriers[0] and barriers[1] == barriers[0] + ("l_out" in str(border))
-    assert all(stage for s in (one, first, second) for stage in s.stages), "no stage is empty"
+    assert len(set(barriers)) == 1 and all(stage for s in (one, first, second) for stage in s.stages)
 
 
 def test_what_crosses_is_spun_on_and_is_never_the_sentinel(models: Callable[[str], Model]) -> None:

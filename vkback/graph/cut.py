@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from vkback.graph.tensor import Graph, Node, Tensor, live
 
@@ -47,10 +48,24 @@ class Part:
         return Graph(nodes if self.ends else live(nodes, outputs), outputs)
 
 
+LAST_NORM = ("RMS_NORM", "MUL", "ADD")
+"""What a layer ends with that norms its output before it adds it to its input."""
+
+
 def border(graph: Graph, layer: int) -> int:
-    """The number of the first node behind layer `layer` - 1."""
+    """The number of the first node that goes with layer `layer`, not with the one before.
+
+    Of one token, a norm at the end of a layer goes with the next one, whose first product makes it on the way: that product has the kernel
+    then that it has where nothing is cut, and one kernel and one barrier less stand before the border. Two rows cross in place of one.
+    """
     name = f"l_out-{layer - 1}"
-    return next(i for i, node in enumerate(graph.nodes) if any(t.name == name for t in node.outputs)) + 1
+    end = next(i for i, node in enumerate(graph.nodes) if any(t.name == name for t in node.outputs)) + 1
+    last = graph.nodes[max(end - len(LAST_NORM), 0) : end]
+    (out,) = (t for t in last[-1].outputs if t.name == name)
+    if out.shape[0] != 1 or tuple(node.op for node in last) != LAST_NORM:
+        return end
+    chained = all(a.outputs[0].name in [t.name for t in b.inputs] for a, b in pairwise(last))
+    return end - len(LAST_NORM) if chained else end
 
 
 def crossing(graph: Graph, at: int) -> tuple[Tensor, ...]:

@@ -63,21 +63,27 @@ class Border:
     rows  of each slot
     """
 
-    def __init__(self, source: Device, target: Device, tensors: Sequence[Tensor], rows: Sequence[int]) -> None:
-        """tensors: those that cross, of a graph of any number of tokens, which is their first axis."""
-        self.rows = list(rows)
-        self._row_bytes = {t.name: nbytes(t) // t.shape[0] for t in tensors}
+    def __init__(self, source: Device, target: Device, token: Sequence[Tensor], piece: Sequence[Tensor], slots: Sequence[int]) -> None:
+        """token, piece: values that cross, of graphs of one token and of a piece of a prompt, whose first axis are the tokens. slots: rows
+        of each; one with a single row is of a token."""
+        self.rows = list(slots)
+        self._token, self._piece = ({t.name: nbytes(t) // t.shape[0] for t in each} for each in (token, piece))
         sizes = [sum(self._places(n).values()) for n in self.rows]
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._sizes = sizes
         self._staging = HostStaging(source, [target], "hidden rows between devices", sum(sizes))
-        most = max(self.rows)
-        self._arena = target.arena("hidden rows of other layers", sum(self._places(most).values()), "device")
-        self._inputs = {name: self._arena.alloc(size * most, name) for name, size in self._row_bytes.items()}
+        most = {name: max(n for n in self.rows if name in self._of(n)) for name in self._token | self._piece}
+        size = {name: most[name] * row for name, row in (self._token | self._piece).items()}
+        self._arena = target.arena("hidden rows of other layers", sum(map(aligned, size.values())), "device")
+        self._inputs = {name: self._arena.alloc(each, name) for name, each in size.items()}
         rec = target.recorder("zero hidden rows")  # which prepared programs read before there are any
         for each in self._inputs.values():
             rec.fill(each, 0)
         target.run(rec)
+
+    def _of(self, rows: int) -> Mapping[str, int]:
+        """Bytes of a row of each value, of a program or a slot of so many rows."""
+        return self._token if rows == 1 else self._piece
 
     @property
     def shared(self) -> bool:
@@ -86,7 +92,7 @@ class Border:
 
     def inputs(self, rows: int) -> dict[str, BufferRange]:
         """What programs of the second device read, by name."""
-        return {name: self._inputs[name].slice(0, rows * size) for name, size in self._row_bytes.items()}
+        return {name: self._inputs[name].slice(0, rows * size) for name, size in self._of(rows).items()}
 
     def stores(self, program: Program, slot: int, at: int, rows: int) -> Copies:
         """What copies a program's first rows into a slot, from row `at` on."""
@@ -114,12 +120,12 @@ class Border:
         self._arena.destroy()
 
     def _places(self, rows: int) -> Mapping[str, int]:
-        return {name: aligned(size * rows) for name, size in self._row_bytes.items()}
+        return {name: aligned(size * rows) for name, size in self._of(rows).items()}
 
     def _of_slot(self, slot: int) -> list[tuple[str, int, int]]:
         """Name, bytes of a row and offset of each value."""
         found, at = [], self._offsets[slot]
         for name, place in self._places(self.rows[slot]).items():
-            found.append((name, self._row_bytes[name], at))
+            found.append((name, self._of(self.rows[slot])[name], at))
             at += place
         return found

@@ -19,7 +19,6 @@ from vkback.engine.split.stage import TOKEN_SLOT, Slots, Stage
 from vkback.engine.token_programs import INPUT_BYTES
 from vkback.errors import VkbackError
 from vkback.events import Report, Reported
-from vkback.graph import crossing, cut
 from vkback.models.registry import Model
 from vkback.ops.dispatch import Dispatch
 
@@ -64,12 +63,15 @@ class Split:
     def allocate(self, ubatch: int) -> None:
         """Borders for pieces of so many tokens, and the caches of the other devices."""
         self.release()
-        rows = [max(ubatch, SMALLEST)] * PIECES_BETWEEN + [1]
-        graph, devices = self._model.graph(1, self.stages[0].plans.n_ctx, head="all"), self.devices
+        n_ctx = self.stages[0].plans.n_ctx
+        # A prompt has programs of one token only where it has no others.
+        many = 1 if min(ubatch, n_ctx) == 1 else 2
+        rows = [1 if many == 1 else max(ubatch, SMALLEST)] * PIECES_BETWEEN + [1]
+        token, piece = (self._model.graph(n, n_ctx, head="all") for n in (1, many))
+        devices = self.devices
         for i, stage in enumerate(self.stages):
             assert stage.plans.part is not None
-            tensors = crossing(graph, cut.border(graph, stage.plans.part.end))
-            self._borders.append(Border(devices[i], devices[i + 1], tensors, rows))
+            self._borders.append(Border(devices[i], devices[i + 1], stage.plans.part.taken(token), stage.plans.part.taken(piece), rows))
         self._feed = HostStaging(self.last, [stage.device for stage in self.stages], "tokens that were picked", 2 * INPUT_BYTES)
         self._relay = Relay(devices, self._carry, self._relays)
         for i, stage in enumerate(self.stages):
