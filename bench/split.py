@@ -1,10 +1,14 @@
 """A model over several devices, layer by layer, beside one of them: speeds, texts, and what a transfer between devices costs.
 
-    python bench/split.py MODEL.gguf [--devices 0,1] [--shares 1,1] [--tests tg128,pp512,pp4096] [-r 5]
+    python bench/split.py MODEL.gguf [--devices 0,1] [--shares 1,1] [--tests tg128,pp512,pp4096] [--ubatches 512,256] [-r 5]
+    python bench/split.py mistral-large-123b-Q4_K_M --tests tg64,pp2048    # of zeros, for a model that one device may not hold
 
 Prints a table of medians: tokens a second of one device (the first), of all of them, their ratio; of two texts beside each other over all
-devices; whether all texts and logits have the same bits; microseconds of a transfer of a row from the first device to the second and back,
-by themselves. docs/several_devices.md has what they are for.
+devices; whether all texts and logits have the same bits, and where the first that differ are; microseconds of a transfer of a row from the
+first device to the second and back, by themselves. docs/several_devices.md has what they are for.
+
+With a name of `vkback synth --list`, or llama-70b, in place of a file, weights are zeros, and take no disk. One device then has a quarter
+of the layers, and half of them; what it would do with all of them is a line through both.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +34,12 @@ from vkback.engine.sampler import Sampler
 from vkback.engine.split.border import HostStaging
 from vkback.engine.split.relay import Relay
 from vkback.evaluate.judge import nmse
+from vkback.models.synth import SHAPES, write_outline
 
 Floats = npt.NDArray[np.float32]
+
+LLAMA_70B = {"n_layer": 80, "n_embd": 8192, "n_ff": 28672, "n_head": 64}
+"""In which Llama 3.1 70B is not the 8B."""
 
 TOKENS = 128
 WARM_S = 1.0
@@ -122,18 +133,53 @@ def two_texts(engine: Engine, repetitions: int) -> float:
         return 2 * TOKENS / statistics.median(run() for _ in range(repetitions))
 
 
-def made(engine: Engine) -> dict[int, tuple[list[int], Floats, Floats]]:
-    """Behind prompts of so many tokens: a text, the logits of the prompt's last token and those behind the text. Pieces of up to 64 tokens
-    (the last ones of 700) have kernels that norm what the next layer reads, which at the border is done by others."""
+@dataclass
+class Made:
+    """What an engine makes of a prompt. caches: behind the prompt; logits: of its last token, then of a text's last; alone: of one token
+    behind another engine's caches, [] for none."""
+
+    caches: Mapping[str, npt.NDArray[Any]]
+    first: Floats
+    text: list[int]
+    last: Floats
+    alone: Floats
+
+
+def made(engine: Engine, theirs: Mapping[int, Made] | None = None) -> dict[int, Made]:
+    """Behind prompts of so many tokens. Pieces of up to 64 tokens (the last ones of 700) have kernels that norm what the next layer reads,
+    which at the border is done by others."""
     found = {}
     for length in (640, 700):
         engine.reset()
         tokens = np.random.default_rng(1).integers(engine.model.hp.n_vocab, size=length + 1).tolist()
         engine.prompt(tokens[:-1])
+        behind = engine.snapshot()
         first = engine.decode_logits(tokens[-1])
         text = list(engine.generate(5, 48, stop_at_eos=False))
-        found[length] = text, first, engine.decode_logits(text[-1])
+        last, alone = engine.decode_logits(text[-1]), np.zeros(0, np.float32)
+        if theirs is not None:
+            engine.restore(replace(behind, arrays=theirs[length].caches))
+            alone = engine.decode_logits(tokens[-1])
+        found[length] = Made(behind.arrays, first, text, last, alone)
     return found
+
+
+def compared(length: int, one: Made, split: Made) -> str:
+    """Which bits are the same."""
+    other = [name for name, rows in one.caches.items() if not np.array_equal(rows, split.caches[name])]
+    where = ""
+    if other:
+        a, b = one.caches[other[0]], split.caches[other[0]]
+        where = f", the first in {other[0]}"
+        if a.ndim == 3:
+            rows = np.flatnonzero((a != b).any(axis=(0, 2)))
+            where += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
+    bits = [bool(np.array_equal(a, b)) for a, b in ((one.first, split.first), (one.last, split.last), (one.first, split.alone))]
+    return (
+        f"prompt of {length}: the same text: {one.text == split.text}; {len(other)} of {len(one.caches)} caches differ behind the prompt"
+        f"{where}; bits of logits behind it: {bits[0]}, behind the text: {bits[1]}, of a token behind one device's caches: {bits[2]}; NMSE "
+        f"{nmse(split.first, one.first):.1e}"
+    )
 
 
 def said(begun: float, what: str) -> None:
@@ -142,41 +188,65 @@ def said(begun: float, what: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model")
     parser.add_argument("--devices", default="0,1")
     parser.add_argument("--shares", default="1,1")
     parser.add_argument("--tests", default="tg128,pp512,pp4096")
     parser.add_argument("--ctx", type=int, default=4608)
-    parser.add_argument("--ubatch", type=int)
+    parser.add_argument("--ubatches", default="512", help="of the devices together, as 512,256; one device has the first")
     parser.add_argument("-r", "--repetitions", type=int, default=5)
     args = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)  # activations that are scaled, stages that need barriers
     begun, chosen, tests = time.perf_counter(), selectors(args.devices), args.tests.split(",")
-    shares = tuple(map(float, args.shares.split(",")))
+    shares, ubatches = tuple(map(float, args.shares.split(","))), [int(each) for each in args.ubatches.split(",")]
 
-    def over(selected: list[str], **how: object) -> Engine:
-        return Engine.open(args.model, selected, LoadOptions(ctx=args.ctx, ubatch=args.ubatch, **how))  # type: ignore[arg-type]
+    def over(model: Path, selected: list[Any], ubatch: int, **how: Any) -> Engine:
+        return Engine.open(model, selected, LoadOptions(ctx=args.ctx, ubatch=ubatch, **how))
 
-    with over(chosen[:1]) as engine:
-        said(begun, f"loaded on {engine.device.caps.name}")
-        one, its_own = speeds(engine, tests, args.repetitions), made(engine)
-    said(begun, "one device measured")
-    with over(chosen, tensor_split=shares) as engine:
-        said(begun, f"loaded on {', '.join(d.caps.name for d in engine.devices)}: {engine.parts}")
-        us = transfer_us(engine.devices[0], engine.devices[1])
-        all_of_them, found = speeds(engine, tests, args.repetitions), made(engine)
-        said(begun, "all devices measured")
-        both = two_texts(engine, args.repetitions)
-    print(f"\n| {args.model.name} | one device, t/s | {len(chosen)} devices, t/s | x |\n|---|---:|---:|---:|")
-    for test in tests:
-        print(f"| {test} | {one[test]:.1f} | {all_of_them[test]:.1f} | {all_of_them[test] / one[test]:.3f} |")
-    if "tg128" in one:
-        print(f"| two texts of {TOKENS} | {one['tg128']:.1f} | {both:.1f} | {both / one['tg128']:.3f} |")
+    def on_all(model: Path, theirs: Mapping[int, Made] | None) -> tuple[dict[int, dict[str, float]], dict[int, Made], float, float]:
+        rates, found, both, us = {}, dict[int, Made](), 0.0, 0.0
+        for ubatch in ubatches:
+            with over(model, chosen, ubatch, tensor_split=shares) as engine:
+                said(begun, f"loaded on {', '.join(d.caps.name for d in engine.devices)}: {engine.parts}, {ubatch} tokens at once")
+                rates[ubatch] = speeds(engine, [t for t in tests if ubatch == ubatches[0] or t.startswith("pp")], args.repetitions)
+                if ubatch == ubatches[0]:
+                    us = transfer_us(engine.devices[0], engine.devices[1])
+                    found = made(engine, theirs) if theirs is not None else {}
+                    both = two_texts(engine, args.repetitions)
+                said(begun, "all devices measured")
+        return rates, found, both, us
+
+    if Path(args.model).exists():
+        with over(Path(args.model), chosen[:1], ubatches[0]) as engine:
+            said(begun, f"loaded on {engine.device.caps.name}")
+            one, its_own = speeds(engine, tests, args.repetitions), made(engine)
+        said(begun, "one device measured")
+        rates, found, both, us = on_all(Path(args.model), its_own)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            SHAPES["llama-70b"] = replace(SHAPES["llama-8b"], **LLAMA_70B)
+            layers = SHAPES[args.model.rpartition("-")[0]].n_layer
+            some = {}
+            for count in (layers // 4, layers // 2):
+                write_outline(args.model, file := Path(folder) / f"{count}.gguf", layers=count)
+                with over(file, chosen[:1], ubatches[0]) as engine:
+                    said(begun, f"loaded {count} of {layers} layers on {engine.device.caps.name}")
+                    some[count] = {test: 1 / rate for test, rate in speeds(engine, tests, args.repetitions).items()}
+            a, b = some
+            one = {t: 1 / (some[b][t] + (some[b][t] - some[a][t]) / (b - a) * (layers - b)) for t in tests}
+            write_outline(args.model, file := Path(folder) / "all.gguf")
+            its_own = dict[int, Made]()
+            rates, found, both, us = on_all(file, None)
+    print(f"\n| {Path(args.model).name} | one device, t/s | {len(chosen)} devices, t/s | x |\n|---|---:|---:|---:|")
+    for ubatch, measured in rates.items():
+        for test, rate in measured.items():
+            print(f"| {test}, {ubatch} at once | {one[test]:.1f} | {rate:.1f} | {rate / one[test]:.3f} |")
+    alone = next((one[test] for test in tests if test.startswith("tg")), None)
+    if alone is not None:
+        print(f"| two texts of {TOKENS} | {alone:.1f} | {both:.1f} | {both / alone:.3f} |")
     print()
-    for length, (text, first, last) in found.items():
-        own_text, own_first, own_last = its_own[length]
-        bits = np.array_equal(first, own_first), np.array_equal(last, own_last)
-        print(f"prompt of {length}: the same text: {text == own_text}; bits of logits: {bits}; NMSE {nmse(first, own_first):.1e}")
+    for length, theirs in found.items():
+        print(compared(length, its_own[length], theirs))
     print(f"a transfer takes {us:.1f} us")
 
 
