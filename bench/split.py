@@ -38,7 +38,7 @@ from vkback.models.synth import SHAPES, write_outline
 
 Floats = npt.NDArray[np.float32]
 
-LLAMA_70B = {"n_layer": 80, "n_embd": 8192, "n_ff": 28672, "n_head": 64}
+LLAMA_70B: dict[str, Any] = {"n_layer": 80, "n_embd": 8192, "n_ff": 28672, "n_head": 64}
 """In which Llama 3.1 70B is not the 8B."""
 
 TOKENS = 128
