@@ -156,7 +156,10 @@ def test_a_killed_worker_loses_no_case(tmp_path: Path) -> None:
         said, _ = run.communicate(timeout=180)
         assert run.returncode == 0, said
     assert sorted(keys(journal)) == sorted(lines_of_ops())
-    assert "ended by signal 9; it is started again" in said
+    assert (
+        len(re.findall(r"is gone \(its process was ended by signal 9; it is started again\) while it ran .*; another takes it", said)) == 1
+    )
+    assert said.count("signal 9") == 1, "one line"
     assert f"{len(lines_of_ops())}/" in said.replace(" tests passed", "/")
 
 
@@ -250,7 +253,8 @@ def test_a_killed_worker_loses_no_point_of_a_sweep(swept: Path) -> None:
         said, _ = run.communicate(timeout=300)
         assert run.returncode == 0, said
     Sweep(swept).holds_all(before)
-    assert len(re.findall(r"worker \S+ is gone while it ran LINEAR\(.*another takes it", said)) == 1, said
+    assert len(re.findall(r"worker \S+ is gone \(.*signal 9.*\) while it ran LINEAR\(.*another takes it", said)) == 1, said
+    assert said.count("signal 9") == 1, "one line"
 
 
 @pytest.mark.exhaustive

@@ -29,12 +29,14 @@ class Cluster:
     look      called now and then: starts workers of this machine anew
     expected  workers that will come without anybody's doing
     pids      of workers that this command started itself
+    ends      why those have ended that are started again, by name, until somebody has said so
     """
 
     address: str
     look: Callable[[], object] = lambda: None
     expected: int = 1
     pids: Callable[[], list[int]] = list
+    ends: dict[str, str] = field(default_factory=dict)
     topic: str = field(default_factory=lambda: f"vkback-{uuid.uuid4().hex}")
     _client: Any = None
 
@@ -101,8 +103,9 @@ def _local(devices: Sequence[str] | None, workers: int | None, told: Callable[[s
     where = placed(devices, workers)
     with LocalCluster(n_workers=0, processes=False, protocol="tcp", host="127.0.0.1", scheduler_port=0, dashboard_address=None) as started:
         address = str(started.scheduler_address)
-        with Launcher(address, where, told) as launcher:
-            cluster = Cluster(address, launcher.look, len(where), lambda: launcher.pids)
+        ends: dict[str, str] = {}
+        with Launcher(address, where, told, ended=ends.__setitem__) as launcher:
+            cluster = Cluster(address, launcher.look, len(where), lambda: launcher.pids, ends)
             try:
                 yield cluster
             finally:

@@ -68,9 +68,19 @@ class Launcher:
     told  gets a line for whatever happens to one
     """
 
-    def __init__(self, scheduler: str, where: Sequence[Placed], told: Callable[[str], None], *, once: bool = False) -> None:
-        """once: workers end with their scheduler, and do not wait for another."""
+    def __init__(
+        self,
+        scheduler: str,
+        where: Sequence[Placed],
+        told: Callable[[str], None],
+        *,
+        once: bool = False,
+        ended: Callable[[str, str], object] | None = None,
+    ) -> None:
+        """once: workers end with their scheduler, and do not wait for another. ended: told the name of a worker that has ended and is
+        started again, and why it has, in place of `told`."""
         self._scheduler, self._told, self._once = scheduler, told, once
+        self._ended = ended or (lambda name, why: told(f"{name}: {why}"))
         self._threads = max(1, (os.cpu_count() or 1) // len(where))
         self._children = [self._started(each.selector, each.name) for each in where]
 
@@ -121,7 +131,7 @@ class Launcher:
                     self._told(f"{child.name}: ended {quick} times at once, exit code {code}; it is left alone")
                 else:
                     child.quick, child.again_at = quick, now + min(8.0, 0.5 * 2**quick)
-                    self._told(f"{child.name}: {_ended(code)}; it is started again")
+                    self._ended(child.name, f"{_why(code)}; it is started again")
             if child.again_at <= now:
                 new = self._started(child.selector, child.name)
                 new.quick = child.quick
@@ -136,7 +146,7 @@ class Launcher:
         raise ClusterError("[hosts] no worker of this machine works any more; the lines above say why")
 
 
-def _ended(code: int) -> str:
+def _why(code: int) -> str:
     if code == LOST_SCHEDULER:
         return "the scheduler is gone"
     if code == LOST_DEVICE:

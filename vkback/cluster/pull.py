@@ -118,6 +118,7 @@ class Pull:
         self._members: dict[str, Member] = {}
         self._asked: dict[str, Any] = {}
         self._refused: set[str] = set()
+        self._lost: set[str] = set()  # names of workers whose end was said
         self._kinds: dict[Kind, _Kind] = {}
         self._running: dict[str, _Running] = {}
         self._gone: dict[str, _Running] = {}
@@ -189,6 +190,11 @@ class Pull:
             self._asked.pop(address).cancel()
         for address in self._members.keys() - listed:
             self._lose_member(address)
+        for name in self._cluster.ends.keys() - {member.name for member in self._members.values()}:
+            why = self._cluster.ends.pop(name)
+            if name not in self._lost:  # said with the unit that it ran
+                self._said(f"worker {name}: {why}")
+            self._lost.discard(name)
 
     def _lose_scheduler(self, error: Exception) -> None:
         back = list(self._running.values())
@@ -214,14 +220,18 @@ class Pull:
 
     def _lose_member(self, address: str) -> None:
         member = self._members.pop(address)
+        why = self._cluster.ends.pop(member.name, "")
+        gone = f"worker {member.name} is gone{f' ({why})' if why else ''}"
         runs = [(key, run) for key, run in self._running.items() if run.member.address == address]
         if not runs:
-            self._said(f"worker {member.name} is gone")
+            self._said(gone)
         for key, run in runs:
             self._gone[key] = self._running.pop(key)
             with suppress(Exception):
                 run.future.cancel()
-            self._count_loss(run, f"worker {member.name} is gone while it ran {_brief(run.unit)}")
+            self._count_loss(run, f"{gone} while it ran {_brief(run.unit)}")
+        if not why:
+            self._lost.add(member.name)
 
     def _count_loss(self, run: _Running, what: str) -> None:
         losses = self._kinds[run.member.kind].losses
@@ -327,6 +337,7 @@ class Pull:
         elif answer["lost"]:
             self._members.pop(run.member.address, None)
             self._refused.add(run.member.address)
+            self._lost.add(run.member.name)
             self._count_loss(run, f"worker {run.member.name} lost its device while it ran {_brief(run.unit)}: {answer['error']}")
         else:
             if answer["error"] not in self._errors:  # often all units of a kind have the same
