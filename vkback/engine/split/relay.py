@@ -57,9 +57,9 @@ class Relay:
     """Tokens of one text over several devices, in order. Relays of texts beside each other, over the same devices, look after all of them
     whichever is waited for; their tokens are queued when they may begin, so that none is in another's way."""
 
-    def __init__(self, devices: Sequence[Device], carry: Callable[[int], object], peers: list[Relay] | None = None) -> None:
-        """carry: called with the number of a device that has finished, before the next one begins, or the first one with the next token.
-        peers: relays over the same devices, to which this one is added."""
+    def __init__(self, devices: Sequence[Device], carry: Callable[[int], object] | None, peers: list[Relay] | None = None) -> None:
+        """carry: called with the number of a device that has finished, before the next one begins, or the first one with the next token;
+        None where all memory between them is shared. peers: relays over the same devices, to which this one is added."""
         self._devices, self._carry = devices, carry
         self._gates: list[Gate] = []
         self._flying: deque[Flight] = deque()
@@ -68,7 +68,7 @@ class Relay:
             self._gates.append(device.gate())
         self._arenas = [device.arena("marks of devices", 4, "readback") for device in devices]
         self._marks = [arena.alloc(4, "mark") for arena in self._arenas]
-        self._seen = [mark.map().view(np.uint32) for mark in self._marks]
+        self._seen = [mark.map().view(np.uint32).data for mark in self._marks]  # a look takes a third of an array's
         self._software = any(device.caps.software for device in devices)
         self.peers = [] if peers is None else peers
         for peer in self.peers:
@@ -154,7 +154,8 @@ class Relay:
         try:
             self._open(head, at)
             self._wait_for(head, spin_s)
-            self._carry(at)
+            if self._carry is not None:
+                self._carry(at)
             follower = self._flying[1] if len(self._flying) > 1 else None
             if at + 1 < len(self._gates):
                 self._open(head, at + 1)

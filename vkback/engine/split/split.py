@@ -73,7 +73,8 @@ class Split:
             assert stage.plans.part is not None
             self._borders.append(Border(devices[i], devices[i + 1], stage.plans.part.taken(token), stage.plans.part.taken(piece), rows))
         self._feed = HostStaging(self.last, [stage.device for stage in self.stages], "tokens that were picked", 2 * INPUT_BYTES)
-        self._relay = Relay(devices, self._carry, self._relays)
+        shared = self.shared and self._feed.shared
+        self._relay = Relay(devices, None if shared else self._carry, self._relays)
         for i, stage in enumerate(self.stages):
             stage.allocate(self._borders[i - 1] if i else None, self._borders[i])
         self._slots = Slots(self.last, self._borders[-1], None)
