@@ -135,7 +135,7 @@ def two_texts(engine: Engine, repetitions: int) -> float:
 
 
 @dataclass
-class Made:
+class TextAndCaches:
     """What an engine makes of a prompt. caches: behind the prompt; logits: of its last token, then of a text's last; alone: of one token
     behind another engine's caches, [] for none."""
 
@@ -146,7 +146,7 @@ class Made:
     alone: Floats
 
 
-def made(engine: Engine, theirs: Mapping[int, Made] | None = None) -> dict[int, Made]:
+def made(engine: Engine, theirs: Mapping[int, TextAndCaches] | None = None) -> dict[int, TextAndCaches]:
     """Behind prompts of so many tokens. Pieces of up to 64 tokens (the last ones of 700) have kernels that norm what the next layer reads,
     which at the border is done by others."""
     found = {}
@@ -161,11 +161,11 @@ def made(engine: Engine, theirs: Mapping[int, Made] | None = None) -> dict[int, 
         if theirs is not None:
             engine.restore(replace(behind, arrays=theirs[length].caches))
             alone = engine.decode_logits(tokens[-1])
-        found[length] = Made(behind.arrays, first, text, last, alone)
+        found[length] = TextAndCaches(behind.arrays, first, text, last, alone)
     return found
 
 
-def compared(length: int, one: Made, split: Made) -> str:
+def compared(length: int, one: TextAndCaches, split: TextAndCaches) -> str:
     """Which bits are the same."""
     other = [name for name, rows in one.caches.items() if not np.array_equal(rows, split.caches[name])]
     where = ""
@@ -204,8 +204,10 @@ def main() -> None:
     def over(model: Path, selected: list[Any], ubatch: int, **how: Any) -> Engine:
         return Engine.open(model, selected, LoadOptions(ctx=args.ctx, ubatch=ubatch, **how))
 
-    def on_all(model: Path, theirs: Mapping[int, Made] | None) -> tuple[dict[int, dict[str, float]], dict[int, Made], float, float]:
-        rates, found, both, us = {}, dict[int, Made](), 0.0, 0.0
+    def on_all(
+        model: Path, theirs: Mapping[int, TextAndCaches] | None
+    ) -> tuple[dict[int, dict[str, float]], dict[int, TextAndCaches], float, float]:
+        rates, found, both, us = {}, dict[int, TextAndCaches](), 0.0, 0.0
         for ubatch in ubatches:
             with over(model, chosen, ubatch, tensor_split=shares) as engine:
                 said(begun, f"loaded on {', '.join(d.caps.name for d in engine.devices)}: {engine.parts}, {ubatch} tokens at once")
@@ -236,7 +238,7 @@ def main() -> None:
             a, b = some
             one = {t: 1 / (some[b][t] + (some[b][t] - some[a][t]) / (b - a) * (layers - b)) for t in tests}
             write_outline(args.model, file := Path(folder) / "all.gguf")
-            its_own = dict[int, Made]()
+            its_own = dict[int, TextAndCaches]()
             rates, found, both, us = on_all(file, None)
     print(f"\n| {Path(args.model).name} | one device, t/s | {len(chosen)} devices, t/s | x |\n|---|---:|---:|---:|")
     for ubatch, measured in rates.items():
