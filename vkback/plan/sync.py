@@ -57,7 +57,7 @@ def without_barriers(schedule: Schedule, max_bindings: int, crossing: Collection
               all layers does so here, where they are complete before it begins, since compilers may round another kernel otherwise; so
               none of them holds SENTINEL
     """
-    free, resolved = _barrier_free(schedule.stages, max_bindings)
+    free, resolved = _barrier_free(schedule.stages, max_bindings, crossing)
     found = [d for spins, stage in zip(free, resolved, strict=True) if spins for d in stage if d.waits]
     counters, writers = _counters(resolved, [names for d in found if d.waits for names in (d.waits.first, d.waits.counted) if names])
     stages = []
@@ -170,12 +170,12 @@ class _Writes:
         return complete.union(*(m.implied or () for m in writers.values()))
 
 
-def _resolved(d: Dispatch, writes: _Writes) -> Dispatch:
+def _resolved(d: Dispatch, writes: _Writes, crossing: Collection[str] = ()) -> Dispatch:
     """A dispatch with `also`, `also_part` and what is counted resolved: it waits for them as for its other wholes and parts if they were
-    made since the last barrier, and otherwise not at all."""
+    made since the last barrier, or come from another device, and otherwise not at all."""
     if d.waits is None or not (d.waits.also or d.waits.also_part or d.waits.counted or d.waits.first):
         return d
-    since = tuple(name for name in d.waits.also if name in writes.before)
+    since = tuple(name for name in d.waits.also if name in writes.before or name in crossing)
     counted, first = (tuple(name for name in names if name in writes.before) for names in (d.waits.counted, d.waits.first))
     d = dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted, first=first))
     assert d.waits is not None
@@ -184,7 +184,9 @@ def _resolved(d: Dispatch, writes: _Writes) -> Dispatch:
     return dataclasses.replace(d, waits=dataclasses.replace(d.waits, part=(*d.waits.part, *parts), also_part=parts))
 
 
-def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tuple[list[bool], list[list[Dispatch]]]:
+def _barrier_free(
+    stages: Sequence[Sequence[Dispatch]], max_bindings: int, crossing: Collection[str]
+) -> tuple[list[bool], list[list[Dispatch]]]:
     """For each stage, whether it can run without a barrier before it; and the stages with their waits resolved."""
     found: list[list[Dispatch]] = []
     free = [False] * len(stages)
@@ -203,7 +205,7 @@ def _barrier_free(stages: Sequence[Sequence[Dispatch]], max_bindings: int) -> tu
         free[i] = able and once and all(_ordered(d, writes) for d in stage)
         if not free[i]:
             writes = _Writes(single)
-            found[i] = stage = [_resolved(d, writes) for d in planned]
+            found[i] = stage = [_resolved(d, writes, crossing) for d in planned]
         for d, before in [(d, _happened_before(d, writes)) for d in stage]:
             writes.add(d, before)
     return free, found
