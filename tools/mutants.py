@@ -6,12 +6,14 @@
 
 The cases are those of the quick suite (the ops' own cases and vkback/harness/token_cases.py) that a fault can reach: of a shader the cases
 with a kernel whose SPIR-V changes, of the planner and the ops' Python the cases and tokens that are planned otherwise. They run until one
-fails. Nothing in the working tree changes: every process runs on a copy of vkback/, shaders/ and tuning/.
+fails. A fault of a kernel that no case of a CPU driver runs names a test instead, and whether that needs cooperative matrices.
+Nothing in the working tree changes: every process runs on a copy of vkback/, shaders/ and tuning/.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -44,6 +46,7 @@ TABLE = ROOT / "tests" / "mutants.toml"
 TIMEOUT_S = 600.0
 LINKED = ("builtin", "profiles")
 """Folders of data that no fault is planted in: linked, not copied."""
+SKIPPED = "not planted on this device"
 AT_ONCE = 8
 """Cases whose kernels are compared at once."""
 TYPE_DEFINES = ("QUANT_FILE", "CODEBOOK_LITERALS")
@@ -57,13 +60,19 @@ class MutantError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: `old`, which `file` (relative to the checkout) holds exactly once, becomes `new`; `models` says what it stands for."""
+    """One fault: `old`, which `file` (relative to the checkout) holds exactly once, becomes `new`; `models` says what it stands for.
+
+    test      pytest's name of what must fail instead of a case, "" for the quick suite
+    matrices  that test needs a device with cooperative matrices
+    """
 
     name: str
     file: str
     old: str
     new: str
     models: str
+    test: str = ""
+    matrices: bool = False
 
     def planted(self, root: Path = ROOT) -> str:
         """The text of the file with the fault. Raises MutantError when its line is not there exactly once."""
@@ -81,8 +90,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a fault. by: the case that failed, "" when it survived; error: what was wrong; cases: how many ran; cpu_s and seconds:
-    time of the processor, of all its cores, and by the clock."""
+    """What became of a fault.
+
+    by     the case that failed, "" when it survived
+    error  what was wrong; SKIPPED where the fault was not planted
+    cases  how many ran
+    cpu_s, seconds  time of the processor, of all its cores, and by the clock
+    """
 
     by: str
     error: str
@@ -140,6 +154,20 @@ def child(copy: Path, *args: str, write_bytecode: bool = False) -> subprocess.Co
     return subprocess.run(command, env=env, cwd=copy, encoding="utf-8", capture_output=True, timeout=TIMEOUT_S, check=False)
 
 
+def run_test(copy: Path, test: str) -> Fate:
+    """A test of the checkout on the vkback of a copy."""
+    own = {"PYTHONPATH": str(copy), "VKBACK_CACHE": str(copy / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    options = ["-q", "-x", "-rfE", "-p", "no:cacheprovider", "-o", f"pythonpath={copy}", "--rootdir", str(ROOT)]
+    command = [sys.executable, "-m", "pytest", *options, str(ROOT / test)]
+    env = {"GALLIVM_PERF": "nopt", **os.environ, **own}
+    done = subprocess.run(command, env=env, cwd=copy, encoding="utf-8", capture_output=True, timeout=TIMEOUT_S, check=False)
+    said = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr]
+    if done.returncode == 1:
+        errors = [line for line in said if line.startswith("E ")] or said[-1:]
+        return Fate(test, errors[0], 1)
+    return Fate("", f"its test did not fail: {said[-1]}", 1)
+
+
 class Farm:
     """Copies of the sources, one for each process that runs at once, and what the quick suite plans without a fault."""
 
@@ -159,15 +187,20 @@ class Farm:
         plans = [record for part in parts for record in pickle.loads(part.read_bytes())]
         self.plans = folder / "plans"
         self.plans.write_bytes(pickle.dumps(sorted(plans)))
+        self.matrices = has_matrices()
         self._free: SimpleQueue[Path] = SimpleQueue()
         for copy in self.copies:
             self._free.put(copy)
 
     def fate(self, mutant: Mutant) -> Fate:
         """Plant a fault and run the cases it can reach until one fails."""
+        if mutant.matrices and not self.matrices:
+            return Fate("", f"{SKIPPED}, which has no cooperative matrices", 0)
         copy, begin = self._free.get(), time.monotonic()
         try:
             with planted(mutant, copy):
+                if mutant.test:
+                    return dataclasses.replace(run_test(copy, mutant.test), seconds=time.monotonic() - begin)
                 done = child(copy, "--one", mutant.file, str(self.plans), str(ROOT / "shaders"), str(self._cache))
         except subprocess.TimeoutExpired:
             return Fate("", f"no end within {TIMEOUT_S:.0f} s", 0, seconds=TIMEOUT_S)
@@ -189,6 +222,15 @@ def user_cache() -> Path:
     from vkback.paths import cache_dir
 
     return cache_dir()
+
+
+def has_matrices() -> bool:
+    """Whether the device has cooperative matrices."""
+    from vkback.device import Device
+    from vkback.ops.cooperative_matrix import matrix_shapes
+
+    with Device.open() as device:
+        return bool(matrix_shapes(device.caps))
 
 
 # -- the child: runs on a copy of the sources, which a fault may have been planted in
@@ -379,7 +421,7 @@ def run_tokens(device: Device, library: ShaderLibrary, records: Sequence[Record]
 
 
 def show(mutant: Mutant, fate: Fate) -> str:
-    how = f"{fate.by}: {fate.error}" if fate.by else f"SURVIVED: {fate.error}"
+    how = f"{fate.by}: {fate.error}" if fate.by else fate.error if fate.error.startswith(SKIPPED) else f"SURVIVED: {fate.error}"
     return f"{mutant.name:28} {mutant.file:38} {fate.seconds:5.1f} s {fate.cpu_s:5.1f} s  {' '.join(how.split())[:220]}"
 
 
@@ -424,9 +466,12 @@ def run_all(mutants: Sequence[Mutant], processes: int) -> int:
         for mutant, fate in zip(mutants, pool.map(farm.fate, mutants), strict=True):
             print(show(mutant, fate), flush=True)
             fates.append(fate)
-    survived = [m.name for m, fate in zip(mutants, fates, strict=True) if not fate.by]
+    skipped = sum(fate.error.startswith(SKIPPED) for fate in fates)
+    survived = [m.name for m, fate in zip(mutants, fates, strict=True) if not fate.by and not fate.error.startswith(SKIPPED)]
     cpu_s = sum(fate.cpu_s for fate in fates)
-    print(f"{len(mutants) - len(survived)} of {len(mutants)} caught in {time.monotonic() - begin:.0f} s ({cpu_s:.0f} s of the processor)")
+    seconds = time.monotonic() - begin
+    caught = len(mutants) - len(survived) - skipped
+    print(f"{caught} of {len(mutants)} caught, {skipped} {SKIPPED}, in {seconds:.0f} s ({cpu_s:.0f} s of the processor)")
     if survived:
         print(f"survived: {', '.join(survived)}", file=sys.stderr)
     return int(bool(survived))
