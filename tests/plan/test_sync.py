@@ -350,7 +350,7 @@ def engines(request: pytest.FixtureRequest, device: Device, tmp_path_factory: py
         folder = tmp_path_factory.mktemp(sync)
         choices = f'sync = "{sync}", router = "{router}", quantize = "{quantize}"'
         schedule_row = f'[[schedule]]\nset = {{ {choices} }}\nmeasured = "a test"\n'
-        attention_row = '[[attention]]\nset = { wg_size = 64, groups = 64, rows_per_split = 8 }\nmeasured = "a test"\n'
+        attention_row = '[[attention]]\nset = { kernel = "decode", wg_size = 64, groups = 64, rows_per_split = 8 }\nmeasured = "a test"\n'
         (folder / device_table(device.caps)).write_text(schedule_row + attention_row)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VKBACK_TUNING", str(folder))
