@@ -137,7 +137,7 @@ def test_vkbench_takes_llama_bench_s_flags(
 
 
 WITHOUT_MEANING = (
-    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -ncmoe 0 -sm none -mg 0 -nkvo 0 -mmp 0 "
+    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -sm none -mg 0 -nkvo 0 -mmp 0 "
     "-dio 0 -lm auto -lzm auto -embd 0 -ot x=CPU -nopo 0 --no-host 0 --repack 1 -fitt off -fitc 4096 -v --offline "
     "--batch-size 1 --threads 1 --n-gpu-layers 1 --split-mode layer --main-gpu 0 --no-kv-offload 1 "
     "--mmap 1 --embeddings 1 --verbose"

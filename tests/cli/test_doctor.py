@@ -74,7 +74,7 @@ def test_a_wrong_fusion_is_named(device: Device, broken: Break, ctx: LowerContex
 
 @pytest.mark.vulkan
 def test_a_shape_that_is_wrong_is_named(device: Device, broken: Break, ctx: LowerContext) -> None:
-    library = broken("gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return total[c] * (ROWS > 1 ? 1.5 : 1.0) + addend[c];")
+    library = broken("gemv/epilogue.glsl", "CAPPED(NORMED(total[c]) + addend[c])", "CAPPED(total[c] * (ROWS > 1 ? 1.5 : 1.0) + addend[c])")
     found, _ = diagnose(device, library, ctx)
     assert len(found.failures) == 3
     assert found.cures[0].name == "one row a row group"

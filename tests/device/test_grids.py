@@ -30,6 +30,7 @@ LIMIT = 2
 TOKENS, VOCAB, ROW = "tokens at once", "32 ids each: two million", "32 values each of one row: two million"
 
 BOUNDED = {
+    "altup/routed.comp": {"x": ROW},
     "argsort/argsort.comp": {"x": ROW},
     "argsort/merge.comp": {"x": ROW},
     "attention/decode/attention.comp": {"x": "heads", "y": "splits of the rows", "z": TOKENS},
@@ -39,6 +40,8 @@ BOUNDED = {
     "attention/prompt/prompt_matrix.comp": {"y": "groups of heads"},
     "attention/train/train_matrix.comp": {"y": "heads"},
     "attention/train/train_pack.comp": {"x": "heads"},
+    "attention/unfused/kq.comp": {"x": "heads", "y": "rows of the cache, as many as threads each", "z": TOKENS},
+    "attention/unfused/kqv.comp": {"x": "heads", "y": TOKENS},
     "gemm/coop_mat.comp": {"z": "parts of a row"},
     "gemm/pack_units.comp": {"x": TOKENS},
     "gemm/split_sum.comp": {"y": TOKENS},
@@ -47,6 +50,7 @@ BOUNDED = {
     "moe/moe_reduce.comp": {"x": ROW, "y": TOKENS},
     "gemm_f32/gemm.comp": {"z": "products of a batch"},
     "gemm_f32/low_rank_down.comp": {"y": "parts of a row"},
+    "norm/gaussian_geglu.comp": {"x": ROW},
     "norm/weight_back.comp": {"y": "blocks of rows, at most 64"},
     "rope/latent.comp": {"x": "pairs of one token's heads"},
     "rope/rope.comp": {"x": "heads"},

@@ -193,7 +193,7 @@ def test_a_token_is_timed_by_the_device(runs: Runs, library: ShaderLibrary, monk
 LANE = "    lane = tid % LANES;\n"
 
 
-TENTH_MORE = ("gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", "return (WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c];")
+TENTH_MORE = ("gemv/epilogue.glsl", "CAPPED(NORMED(total[c]) + addend[c])", "CAPPED((WG == 8 ? 1.1 : 1.0) * NORMED(total[c]) + addend[c])")
 TIMING_OUT = ("gemv/gemv.comp", LANE, f"{LANE}#if SPINS && WG == 8\n    spin_timeout = 1u;\n#endif\n")
 
 

@@ -343,8 +343,8 @@ def test_a_point_that_ended_the_last_run_is_not_tried_again(device: Device, libr
 @pytest.fixture
 def broken(tmp_path: Path) -> ShaderLibrary:
     """Shaders whose sums of more than one row a row group are a little off."""
-    fault = "return total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c];"
-    return shaders_with(tmp_path, "gemv/epilogue.glsl", "return NORMED(total[c]) + addend[c];", fault)
+    fault = "return CAPPED(total[c] * (ROWS > 1 ? 1.1 : 1.0) + addend[c]);"
+    return shaders_with(tmp_path, "gemv/epilogue.glsl", "return CAPPED(NORMED(total[c]) + addend[c]);", fault)
 
 
 @pytest.mark.vulkan
@@ -368,7 +368,7 @@ def test_points_with_wrong_results_are_not_timed(
 
 @pytest.mark.vulkan
 def test_points_that_do_not_compile_are_refused(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    normed = "return NORMED(total[c]) + addend[c];"
+    normed = "return CAPPED(NORMED(total[c]) + addend[c]);"
     library = shaders_with(tmp_path, "gemv/epilogue.glsl", normed, f"\n#if ROWS == 2\n#error two rows\n#endif\n    {normed}")
     points = [Point(8, 8, 1, 1), Point(8, 8, 2, 1), Point(16, 8, 1, 1)]
     refused: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_kit import call
 from test_server import Served
 from tiny_models import TINY
 from typer.testing import CliRunner
 
 import vkback
 from vkback.checks import OptionError
+from vkback.cli import vkbench
 from vkback.cli.main import app
 from vkback.device import Capabilities, Device, FeatureMissing, HostPages, OutOfDeviceMemory, memory
 from vkback.device.host_memory import LimitError, available_bytes, device_limit
@@ -275,3 +278,12 @@ def test_commands_take_the_options_of_llama_cpp(qwen3moe: Path) -> None:
     for option in (["-ncmoe", "1"], ["--n-cpu-moe", "3"], ["-cmoe"], ["--cpu-moe"]):
         run = CliRunner().invoke(app, ["run", "-m", str(qwen3moe), "--tokens", "1,2,3", "-n", "2", "--ctx", "64", *option])
         assert run.exit_code == 0, run.output
+
+
+@pytest.mark.vulkan
+def test_vkbench_puts_experts_in_host_memory(qwen3moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-p", "0", "-n", "2", "-r", "1", "-o", "json"]
+    for option, layers in (["-ncmoe", "1"], 1), (["--n-cpu-moe=1"], 1), ([], 0):
+        assert call(monkeypatch, vkbench.main, "-m", str(qwen3moe), *options, *option) == 0
+        said = capsys.readouterr()
+        assert [row["n_cpu_moe"] for row in json.loads(said.out)] == [layers] and "means nothing" not in said.err

@@ -55,7 +55,8 @@ class GemmPoint(FamilyPoint, family="gemm"):
         subnormals = ", by subnormals" if self.subnormals else ""
         if self.kernel == "coop_reg":
             x_shared = ", x in shared memory" if self.x_shared else ""
-            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row{x_shared}{subnormals}"
+            each = f", {self.tiles_each} row tiles a workgroup" if self.tiles_each > 1 else ""
+            return f"coop_reg {self.tile_m}x{self.tile_n}, warp {self.warp_m}, {self.slice_k} subgroups a row{x_shared}{each}{subnormals}"
         if self.kernel != "coop_mat":
             return f"{self.kernel} {self.tile_n} columns" + (f", {self.rows} rows" if self.kernel == "f32" else "")
         parts = f", {self.split_k} parts" if self.split_k > 1 else ""
@@ -315,6 +316,7 @@ def neighbours(point: GemmPoint, caps: Capabilities) -> Iterator[GemmPoint]:
     if point.kernel == "coop_reg" and not caps.software:
         yield point._replace(subnormals=not point.subnormals)
         yield point._replace(x_shared=not point.x_shared)
+        yield from (point._replace(tiles_each=each) for each in listed["tiles_each"])
         for m, warp_m, k in itertools.product((16, 32, 64, 128), (16, 32), listed["slice_k"]):
             yield point._replace(tile_m=m, warp_m=warp_m, slice_k=k)
     if point.kernel != "coop_mat":

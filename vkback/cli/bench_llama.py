@@ -17,7 +17,6 @@ VALUED = (
     ("--numa",),
     ("--prio",),
     ("-ngl", "--n-gpu-layers"),
-    ("-ncmoe", "--n-cpu-moe"),
     ("-sm", "--split-mode"),
     ("-mg", "--main-gpu"),
     ("-nkvo", "--no-kv-offload"),

@@ -252,7 +252,7 @@ GLUS = frozenset({"SWIGLU", "SWIGLU_OAI", "SIGMOID_GLU", "GEGLU"})
 NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD"})
 
 OF_ONE_TOKEN = frozenset({"SHORT_CONV"})
-"""Ops that leave it so of one token, or of one of each sequence, alone."""
+"""Ops that leave it so of one token alone: with `exact`, where many tokens have the kernels of one, they do not."""
 
 QUANTIZING = ATTENTION | GLUS | NORMS | OF_ONE_TOKEN | {"LINEAR_HEADS", "CONV_DELTA_NET", "GAUSSIAN_GEGLU", "ALTUP_CORRECT_ROUTED"}
 """Ops that can leave an output as Q8_1: attention where a head of V is whole units of 32, a delta net where a head is."""
@@ -283,7 +283,7 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
         producer = index.producer[tensor.name]
         whole_units = _head_width(producer) % 32 == 0
         by_gemv = producer.op == "LINEAR" and activated(producer)
-        quantizes = producer.op in QUANTIZING and (producer.op not in OF_ONE_TOKEN or tensor.shape[0] == 1)
+        quantizes = producer.op in QUANTIZING and (producer.op not in OF_ONE_TOKEN or (tensor.shape[0] == 1 and not ctx.exact))
         can = {"producer": quantizes or by_gemv, "attention": quantizes, "stage": False}[by]
         # If anything else reads the floats, they must be stored, too.
         stored = producer.outputs[Q8_1_OUTPUT.get(producer.op, 0)].name == tensor.name
