@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 
 import vkback
 from vkback.checks import OptionError
-from vkback.cli import vkbench
+from vkback.cli import vkbench, vkbench_hosts
 from vkback.cli.main import app
 from vkback.device import Capabilities, Device, FeatureMissing, HostPages, OutOfDeviceMemory, memory
 from vkback.device.host_memory import LimitError, available_bytes, device_limit
@@ -287,3 +289,32 @@ def test_vkbench_puts_experts_in_host_memory(qwen3moe: Path, monkeypatch: pytest
         assert call(monkeypatch, vkbench.main, "-m", str(qwen3moe), *options, *option) == 0
         said = capsys.readouterr()
         assert [row["n_cpu_moe"] for row in json.loads(said.out)] == [layers] and "means nothing" not in said.err
+
+
+@pytest.mark.vulkan
+def test_workers_put_experts_in_host_memory(qwen3moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker is sent has all that says how a model is loaded."""
+    sent: list[Any] = []
+
+    class Listed:
+        def __init__(self, units: list[Any], *_: object) -> None:
+            sent.extend(units)
+
+        def run(self, where: object) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(vkbench_hosts, "ListedWork", Listed)
+    monkeypatch.setattr(vkbench, "workers_of", lambda *_: object())
+    options = ["-p", "0", "-n", "2", "-r", "1", "-ncmoe", "1", "--expert-cache", "4"]
+    assert call(monkeypatch, vkbench.main, "-m", str(qwen3moe), *options) == 0
+    (unit,) = sent
+    with ExitStack() as stack:
+        loaded: list[Any] = []
+
+        def kept(key: object, load: Callable[[ExitStack], tuple[Any, ...]]) -> tuple[Any, ...]:
+            loaded[:] = load(stack)
+            return tuple(loaded)
+
+        station: Any = SimpleNamespace(device="", kept=kept)
+        found = vkbench_hosts.run_test(station, json.loads(json.dumps(unit.args)), lambda message: None)
+        assert found["n_cpu_moe"] == 1 and loaded[0].caches_experts

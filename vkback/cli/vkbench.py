@@ -58,6 +58,8 @@ from vkback.timing.power import Meter, PowerSource, power_source
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities
+    from vkback.engine.load_options import LoadOptions
+    from vkback.events import Report
     from vkback.ops.matmul.gemm_problem import GemmKernel
 
 FEEDS = get_args(Feed)
@@ -120,6 +122,9 @@ class Variant(NamedTuple):
     cache: tuple[str, str]
     flash_attn: int
 
+
+LOADED_BY = ("exact", "fusion", "tensor_split", "n_cpu_moe", "cpu_moe", "expert_cache")
+"""Settings that say how a model is loaded, as LoadOptions names them."""
 
 FLASH_WORDS = {-1: "", 0: "0", 1: "1"}
 """Of `How`."""
@@ -322,19 +327,24 @@ def measures_as_llama_bench(against: str | None) -> bool:
     return is_llama_bench(against)
 
 
+def loading(variant: Variant, n_ctx: int, settings: Settings, progress: Report | None = None) -> LoadOptions:
+    """How a model is loaded for its tests. Raises UsageError."""
+    given = {name: getattr(settings, name) for name in LOADED_BY}
+    k, v = variant.cache
+    given |= {"ctx": n_ctx, "act": variant.act, "ubatch": variant.ubatch, "cache_type_k": k, "cache_type_v": v, "progress": progress}
+    return load_options(**given, flash_attn=bool(variant.flash_attn))
+
+
 def _turns(files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings) -> None:
     """One side of --against, for one model in one variant."""
     from vkback.cli.vkbench_turns import take_turns
 
-    (path,), ((act, ubatch, cache, flash),) = files, variants
-    k, v = cache
-    settings = replace(settings, flash_attn=flash)
-    n_ctx = max(t.n_ctx for t in tests)
-    how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, fusion=settings.fusion)
-    how = replace(how, tensor_split=settings.tensor_split, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
-    how = replace(how, expert_cache=settings.expert_cache)
+    (path,), (variant,) = files, variants
+    settings = replace(settings, flash_attn=variant.flash_attn)
+    how = loading(variant, max(t.n_ctx for t in tests), settings)
     with load_engine(path, settings.device, how) as engine:
         begun = datetime.now(UTC)
+        act, cache = variant.act, variant.cache
         take_turns(engine, tests, settings.feed, lambda test, ns: _result(engine, test, path, act, cache, settings, begun, (ns,)))
 
 
@@ -346,14 +356,9 @@ def _measure_all(
     n_ctx = max(t.n_ctx for t in tests)
     rate = settings.read_rate
     math_rates: dict[GemmKernel, float] = {}
-    for path, (act, ubatch, cache, flash) in product(files, variants):
-        settings = replace(settings, flash_attn=flash)
-        progress = bars(settings.progress or sys.stderr.isatty())
-        k, v = cache
-        how = load_options(ctx=n_ctx, act=act, ubatch=ubatch, cache_type_k=k, cache_type_v=v, exact=settings.exact, progress=progress)
-        how = replace(how, fusion=settings.fusion, tensor_split=settings.tensor_split)
-        how = replace(how, n_cpu_moe=settings.n_cpu_moe, cpu_moe=settings.cpu_moe, flash_attn=bool(flash))
-        how = replace(how, expert_cache=settings.expert_cache)
+    for path, variant in product(files, variants):
+        settings = replace(settings, flash_attn=variant.flash_attn)
+        how = loading(variant, n_ctx, settings, bars(settings.progress or sys.stderr.isatty()))
         with load_engine(path, settings.device, how) as engine:
             if not begun:
                 begun = True
@@ -364,7 +369,7 @@ def _measure_all(
             for test in tests:
                 time.sleep(settings.delay_s)
                 engine.resize(test.n_ctx)  # kernels depend on the size of the cache, and a result must not on other tests
-                outputs.row(measured_test(engine, test, path, act, cache, settings, rate or None, math_rates))
+                outputs.row(measured_test(engine, test, path, variant.act, variant.cache, settings, rate or None, math_rates))
 
 
 def measured_test(

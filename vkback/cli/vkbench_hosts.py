@@ -22,33 +22,30 @@ if TYPE_CHECKING:
 def run_test(station: Station, args: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """On a worker: one test of a model. The model stays loaded for the next one."""
     from vkback.cli import vkbench
-    from vkback.cli.shell import load_engine, load_options, measured_read_rate
+    from vkback.cli.shell import load_engine, measured_read_rate
 
+    variant = vkbench.Variant(args["act"], args["ubatch"], tuple(args["cache"]), args["flash_attn"])
     settings = vkbench.Settings(
-        **{**args["settings"], "flash_attn": args["flash_attn"], "build": tuple(args["settings"]["build"]), "device": station.device}
+        **{**args["settings"], "flash_attn": variant.flash_attn, "build": tuple(args["settings"]["build"]), "device": station.device}
     )
-    k, v = args["cache"]
-    path, act = Path(args["path"]), args["act"]
-    how = load_options(ctx=args["n_ctx"], act=act, ubatch=args["ubatch"], cache_type_k=k, cache_type_v=v, exact=settings.exact)
-    how = dataclasses.replace(how, fusion=settings.fusion, flash_attn=bool(settings.flash_attn))
+    path, how = Path(args["path"]), vkbench.loading(variant, args["n_ctx"], settings)
 
     def loaded(stack: ExitStack) -> tuple[Any, float | None, dict[Any, float]]:
         engine = stack.enter_context(load_engine(path, station.device or None, how))
         rate = measured_read_rate(engine.device) if settings.read_rate is None else settings.read_rate
         return engine, rate or None, {}
 
-    engine, rate, math_rates = station.kept(
-        ("vkbench", str(path), act, args["ubatch"], k, v, args["n_ctx"], settings.flash_attn, args["settings"]), loaded
-    )
+    engine, rate, math_rates = station.kept(("vkbench", str(path), variant, args["n_ctx"], args["settings"]), loaded)
     test = BenchTest(**args["test"])
     engine.resize(test.n_ctx)
-    return dataclasses.asdict(vkbench.measured_test(engine, test, path, act, (k, v), settings, rate, math_rates))
+    return dataclasses.asdict(vkbench.measured_test(engine, test, path, variant.act, variant.cache, settings, rate, math_rates))
 
 
 def bench_by_workers(
     where: Where, journal: Path | None, files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings
 ) -> list[tuple[KindResults, list[BenchResult]]]:
     """Results of each kind of device, in the order in which one device alone would give them."""
+    from vkback.cli.vkbench import LOADED_BY
     from vkback.cluster.pull import Unit
 
     n_ctx, plain = max(t.n_ctx for t in tests), dataclasses.asdict(settings)
@@ -57,7 +54,7 @@ def bench_by_workers(
         args = {"path": str(path.absolute()), "act": act, "ubatch": ubatch, "cache": list(cache), "test": dataclasses.asdict(test)}
         key = f"{path.name} {test.name} act {act} ubatch {ubatch} cache {cache[0]}, {cache[1]}" + f" fa {flash}" * (flash >= 0)
         units.append(Unit(key, "vkback.cli.vkbench_hosts:run_test", {**args, "flash_attn": flash, "n_ctx": n_ctx, "settings": plain}))
-    of = {name: plain[name] for name in ("repetitions", "exact", "fusion", "feed", "warmup")}
+    of = {name: plain[name] for name in ("repetitions", "feed", "warmup", *LOADED_BY)}
     kinds = ListedWork(units, journal_of(journal, command="vkbench", n_ctx=n_ctx, **of), "tests").run(where)
     return [(kind, [_result(kind.values[unit.key]) for unit in units]) for kind in kinds]
 
