@@ -21,17 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from split import warmed
 
 from vkback.api.model import host_rates
 from vkback.cli.vkbench_tests import plan_tests
 from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import ALL_LAYERS, LoadOptions
-from vkback.engine.sampler import Sampler
 from vkback.gguf.file import GgufFile
 from vkback.units import size_text
 
-WARM_S = 1.0
 TEXT_TOKENS = 48
 
 
@@ -66,22 +65,7 @@ def measured(path: Path, device: Device, options: LoadOptions, tests: list[str],
         rng, speeds = np.random.default_rng(0), {}
         share = None
         for test in plan_tests(tests, [], [], [], []):
-            prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
-            engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
-
-            def run(prompt: list[int] = prompt, n_gen: int = test.n_gen) -> float:
-                engine.reset()
-                begun = time.perf_counter()
-                if prompt:
-                    engine.prompt(prompt)
-                for _ in engine.generate(1, n_gen, stop_at_eos=False) if n_gen else ():
-                    pass
-                return time.perf_counter() - begun
-
-            warm = time.perf_counter()
-            run()
-            while not device.caps.software and time.perf_counter() - warm < WARM_S:
-                run()
+            run = warmed(engine, test, rng)
             before = engine.count_experts()
             speeds[test.name] = (test.n_prompt + test.n_gen) / statistics.median(run() for _ in range(repetitions))
             if engine.caches_experts and test.n_gen:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkback.cli.vkbench_tests import plan_tests
+from vkback.cli.vkbench_tests import BenchTest, plan_tests
 from vkback.device import Commands, Device, selectors
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -90,21 +90,27 @@ def speeds(engine: Engine, tests: list[str], repetitions: int) -> dict[str, floa
     """Tokens a second of each test, as vkbench runs them."""
     found, rng = {}, np.random.default_rng(0)
     for test in plan_tests(tests, [], [], [], []):
-        prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
-        engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
-
-        def run(n_gen: int = test.n_gen, prompt: list[int] = prompt) -> float:
-            engine.reset()
-            begun = time.perf_counter()
-            if prompt:
-                engine.prompt(prompt)
-            for _ in engine.generate(1, n_gen, stop_at_eos=False) if n_gen else ():
-                pass
-            return time.perf_counter() - begun
-
-        warm(run, engine)
+        run = warmed(engine, test, rng)
         found[test.name] = (test.n_prompt + test.n_gen) / statistics.median(run() for _ in range(repetitions))
     return found
+
+
+def warmed(engine: Engine, test: BenchTest, rng: np.random.Generator) -> Callable[[], float]:
+    """What runs a test and gives its seconds, on a warm card."""
+    prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
+    engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
+
+    def run() -> float:
+        engine.reset()
+        begun = time.perf_counter()
+        if prompt:
+            engine.prompt(prompt)
+        for _ in engine.generate(1, test.n_gen, stop_at_eos=False) if test.n_gen else ():
+            pass
+        return time.perf_counter() - begun
+
+    warm(run, engine)
+    return run
 
 
 def warm(run: Callable[[], object], engine: Engine) -> None:
