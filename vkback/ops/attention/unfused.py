@@ -140,7 +140,7 @@ def _over_cache(node: Node, ctx: LowerContext, shader: str, cache: Tensor, n_hea
         node.op,
         node.name,
         f"{wg} threads, {heads} heads and {tokens} tokens a workgroup: nothing to choose",
-        nbytes=nbytes(x) + nbytes(y) + cache.shape[0] * rows * cached_bytes(cache.type, y.shape[-1] if shader == "kqv" else cache.shape[2]),
+        nbytes=nbytes(x) + nbytes(y) + cache.shape[0] * rows * _row_bytes(node, cache),
         flops=flops,
     )
 
@@ -217,6 +217,23 @@ class _Part(Op):
         return Case(self.name, {key: value for key, value in whole.params.items() if key != "y"}, make, seed)
 
 
+class _Product(_Part):
+    """One with a cache."""
+
+    formula = "X*Y"
+
+    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
+        """Of the cache the rows in use."""
+        if tensor.kind != "state":
+            return nbytes(tensor)
+        return tensor.shape[0] * min(n_kv, tensor.shape[1]) * _row_bytes(node, tensor)
+
+
+def _row_bytes(node: Node, cache: Tensor) -> int:
+    """What is read of a row: all of K's, of V's as much as the output has."""
+    return cached_bytes(cache.type, node.outputs[0].shape[-1] if node.op == "MUL_MAT_KQV" else cache.shape[2])
+
+
 def _seen(pos: Array, shape: Shape, params: Mapping[str, Any]) -> Array:
     """Whether a token sees a row: [1, n, rows]."""
     rows = np.arange(shape[-1])
@@ -224,11 +241,10 @@ def _seen(pos: Array, shape: Shape, params: Mapping[str, Any]) -> Array:
 
 
 @register
-class MulMatKq(_Part):
+class MulMatKq(_Product):
     """Scores of attention; see the module's text."""
 
     name = "MUL_MAT_KQ"
-    formula = "X*Y"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         q, cache, pos, *paged = inputs
@@ -246,12 +262,6 @@ class MulMatKq(_Part):
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         q = node.inputs[0]
         return {"fmul": q.elements * min(n_kv, node.outputs[0].shape[-1])}
-
-    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
-        """Of the cache the rows in use."""
-        if tensor.kind != "state":
-            return nbytes(tensor)
-        return tensor.shape[0] * min(n_kv, tensor.shape[1]) * cached_bytes(tensor.type, tensor.shape[2])
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         q, cache, *_ = node.inputs
@@ -331,11 +341,10 @@ class SoftMaxKq(_Part):
 
 
 @register
-class MulMatKqv(_Part):
+class MulMatKqv(_Product):
     """Attention's sum of values; see the module's text."""
 
     name = "MUL_MAT_KQV"
-    formula = "X*Y"
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         w, cache, pos, *paged = inputs
@@ -352,12 +361,6 @@ class MulMatKqv(_Part):
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         return {"fmul": node.outputs[0].elements * min(n_kv, node.inputs[0].shape[-1])}
-
-    def read_bytes(self, node: Node, tensor: Tensor, n_kv: int) -> int:
-        """Of the cache the rows in use."""
-        if tensor.kind != "state":
-            return nbytes(tensor)
-        return tensor.shape[0] * min(n_kv, tensor.shape[1]) * cached_bytes(tensor.type, node.outputs[0].shape[-1])
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         w, cache, *_ = node.inputs
