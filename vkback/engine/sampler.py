@@ -249,12 +249,10 @@ def add_sampler(
             dry = Tensor("dry", "I32", (dry_words(vocab),), "input")
             graph.add("DRY", (logits, seen, loop, pos, dry), (logits, dry))
     state = (loop, tokens, pos, *((Tensor("chain", "F32", (CHAIN_WORDS,), "input"),) if chained else ()))
-    if ids is None:
-        graph.add("SAMPLE", (logits, *state), state, capacity=RING, greedy=greedy)
-    else:
-        graph.add("SAMPLE", (logits, *state, ids), state, capacity=RING, greedy=greedy, ids=True)
+    named, how = ((), {}) if ids is None else ((ids,), {"ids": True})
+    graph.add("SAMPLE", (logits, *state, *named), state, capacity=RING, greedy=greedy, **how)
     if p_min:
-        graph.add("DRAFT_P_MIN", (logits, loop), (loop,), capacity=RING, p_min=p_min, **({} if ids is None else {"ids": True}))
+        graph.add("DRAFT_P_MIN", (logits, loop), (loop,), capacity=RING, p_min=p_min, **how)
 
 
 def draft_words(n_ctx: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vkback.graph import Node
+from vkback.graph import Node, Tensor
 from vkback.ops.case_line import line_of
 from vkback.ops.family import table_word
 from vkback.ops.lowering import PlanError, Sync
@@ -54,6 +54,11 @@ class Problem:
     node: Node
     values: dict[str, Array]
     parts: tuple[Node, ...] = ()
+
+
+def inputs_of(values: Mapping[str, Array]) -> tuple[Tensor, ...]:
+    """Inputs of a node for values of F32 and I32, by their names and in their order."""
+    return tuple(Tensor(name, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for name, v in values.items())
 
 
 @dataclass(frozen=True)

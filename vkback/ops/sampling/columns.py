@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.graph import Node
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
@@ -197,7 +197,7 @@ class SampleColumns(Op):
                     values["chains"][slot] = (EXAMPLES[t % len(EXAMPLES)] if t % 3 else Chain()).words()
             for t in range(n):
                 self._make_column(rng, values, t, KINDS[t % len(KINDS)] if kind == "mixed" else kind, greedy, page)
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             changed = (*tensors[1:5], *tensors[8:])
             return Problem(Node(self.name, tensors, changed, {"capacity": capacity, "page": page, "greedy": greedy}), values)
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
@@ -230,7 +230,7 @@ class SampleDrafts(Op):
                 values["seen"] = used.words(rng.integers(0, min(vocab, 20), begin).tolist(), vocab, length)
             if chain:
                 values["chain"] = samplers.words()
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             params = {"capacity": capacity, "greedy": greedy, "chained": chain > 0}
             return Problem(Node(self.name, tensors, tensors[1 : len(tensors) - (chain > 0)], params), values)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
@@ -36,7 +36,7 @@ from vkback.ops.sampling.chain import CHAIN_WORDS, EXAMPLES, Chain, pick_chain
 from vkback.ops.sampling.columns import LOOP_LIMIT, STATUS_LENGTH, STATUS_NO_PAGE
 from vkback.ops.sampling.drafts import count_drafts, count_in, end_by, sure_pick
 from vkback.ops.sampling.lookup import DRAFT_WORDS
-from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS
+from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS, shuffled_columns
 from vkback.ops.sampling.penalties import SEEN_COUNTS, Penalties
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING, Params, pick, pick_dispatches, tolerance_of
 from vkback.ops.workgroup import workgroup_size
@@ -239,31 +239,25 @@ class SampleDraftsColumns(Op):
         capacity = 20
 
         def make(rng: np.random.Generator) -> Problem:
-            roles: list[tuple[int, int]] = []
-            slot = 0
-            while len(roles) < n:
-                count = 1 if chains and slot % 4 == 1 else int(rng.integers(3, 7))
-                roles += [(slot, 1 + i) for i in range(count)][: n - len(roles)]
-                slot += 1
-            n_slots = slot + 1
-            order = rng.permutation(n)
+            sequences, slots, draws = shuffled_columns(rng, n, lambda slot: 1 if chains and slot % 4 == 1 else int(rng.integers(3, 7)))
+            n_slots = sequences + 1
             values: dict[str, Array] = {
                 "result_output": (3 * rng.standard_normal((n, vocab), np.float32)).astype(np.float32),
                 "loops": np.zeros((n_slots, LOOP_RING + capacity), np.int32),
                 "tokens": rng.integers(0, vocab, n).astype(np.int32),
                 "pos": np.full(n, -1, np.int32),
                 "rows": np.full(n, -1, np.int32),
-                "slots": np.array([roles[i][0] for i in order], np.int32),
-                "draws": np.array([roles[i][1] for i in order], np.int32),
+                "slots": slots,
+                "draws": draws,
                 "pages": rng.permutation(n_slots * max_pages).reshape(n_slots, max_pages).astype(np.int32),
                 "draft": rng.integers(0, 9, (n_slots, DRAFT_WORDS)).astype(np.int32),
             }
             values["loops"][:, LOOP_RING:] = -1
             if chains:
                 values["chains"] = np.zeros((n_slots, CHAIN_WORDS), np.float32)
-                for s in range(1, slot, 2):
+                for s in range(1, sequences, 2):
                     values["chains"][s] = (MIROSTATS if s % 4 == 1 else CHAINS)[s // 4 % 2].words()
-            for s in range(slot):
+            for s in range(sequences):
                 self._make_slot(rng, values, s, KINDS[s % len(KINDS)] if kind == "mixed" else kind, greedy, page)
             if penalized:
                 rows = page * max_pages
@@ -272,7 +266,7 @@ class SampleDraftsColumns(Op):
                     [Penalties(1.1, 0.0, 0.0, (0, 2, 64)[s % 3]).words(text, vocab, rows) for s, text in enumerate(texts)]
                 )
             values |= {name: values.pop(name) for name in ("seen", "chains") if name in values}  # in the order of the inputs
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             changed = (*tensors[1:5], *tensors[8:])
             params = {"capacity": capacity, "page": page, "greedy": greedy, "penalized": penalized}
             return Problem(Node(self.name, tensors, changed, params), values)

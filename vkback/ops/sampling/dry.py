@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.graph import Node
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
@@ -206,7 +206,7 @@ class DryOp(Op):
             values["loop"][1] = STATUS_EOS if stopped else STATUS_RUNNING
             values["pos"] = np.array([length - 1], np.int32)
             values["dry"] = Dry(multiplier, base, allowed, last_n).words(breakers_of(text, vocab, breakers))
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             return Problem(Node(self.name, tensors, (tensors[0], tensors[4])), values)
 
         shown = {"vocab": vocab, "length": length, "multiplier": multiplier, "base": base, "allowed": allowed, "last_n": last_n}
@@ -240,6 +240,18 @@ def breakers_of(text: Sequence[int], vocab: int, kind: int) -> Breakers:
     return Breakers(words, tails)
 
 
+def rows_of_texts(node: Node) -> int:
+    """Rows of the texts that `seen` has, of a DRY_COLUMNS or the one with drafts. Raises PlanError for shapes that do not fit."""
+    y, seen, loops, pos, dry, *columns = node.inputs
+    (n, vocab), n_slots = y.shape, loops.shape[0]
+    n_ctx = seen.shape[-1] - SEEN_COUNTS - vocab
+    if wrong := [t for t in (pos, *columns) if t.shape != (n,)]:
+        raise PlanError(f"[{node.op}] {node.name}: {wrong[0]} beside logits {y}; expected a value for each of {n} columns")
+    if n_ctx < 1 or seen.shape[0] != n_slots or dry.shape != (n_slots, dry_words(vocab)):
+        raise PlanError(f"[{node.op}] {node.name}: {seen}, {dry}: expected a text and {dry_words(vocab)} words of {n_slots} slots")
+    return n_ctx
+
+
 @register
 class DryColumns(DryOp):
     """DRY of n columns."""
@@ -257,11 +269,7 @@ class DryColumns(DryOp):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y, seen, loops, pos, dry, slots, draws = node.inputs
         (n, vocab), n_slots = y.shape, loops.shape[0]
-        n_ctx = seen.shape[-1] - SEEN_COUNTS - vocab
-        if wrong := [t for t in (pos, slots, draws) if t.shape != (n,)]:
-            raise PlanError(f"[DRY_COLUMNS] {node.name}: {wrong[0]} beside logits {y}; expected a value for each of {n} columns")
-        if n_ctx < 1 or seen.shape[0] != n_slots or dry.shape != (n_slots, dry_words(vocab)):
-            raise PlanError(f"[DRY_COLUMNS] {node.name}: {seen}, {dry}: expected a text and {dry_words(vocab)} words of {n_slots} slots")
+        n_ctx = rows_of_texts(node)
         args = (Arg(y, "rw"), *map(Arg, (seen, loops, pos)), Arg(dry, "rw"), Arg(slots), Arg(draws))
         return [self._launch(node, ctx, args, (vocab, n_ctx, n_slots, loops.shape[1]), n, {"COLUMNS": 1})]
 
@@ -300,7 +308,7 @@ class DryColumns(DryOp):
                 values["loops"][slot, 1] = STATUS_EOS if t % 8 == 7 else STATUS_RUNNING
                 used = Dry(0.0 if t % 8 == 3 else 0.7, 1.5, int(rng.integers(1, 4)), int(rng.choice([length, 50])))
                 values["dry"][slot] = used.words(breakers_of(text, vocab, t % 4))
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             return Problem(Node(self.name, tensors, (tensors[0], tensors[4])), values)
 
         return Case(self.name, {"vocab": vocab, "length": length, "n": n, "words": words, "seed": seed}, make, seed)

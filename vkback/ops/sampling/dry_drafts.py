@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem
+from vkback.ops.case import Array, Case, Problem, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import register
-from vkback.ops.sampling.dry import Dry, DryOp, breakers_of, dried, dry_words, seen_of, text_of
+from vkback.ops.sampling.dry import Dry, DryOp, breakers_of, dried, dry_words, rows_of_texts, seen_of, text_of
 from vkback.ops.sampling.lookup import MAX_COLUMNS
-from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS
+from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS, shuffled_columns
 from vkback.ops.sampling.penalties import SEEN_COUNTS
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_RUNNING
 
@@ -92,7 +92,7 @@ class DryDrafts(DryOp):
             values["loop"][1] = STATUS_EOS if stopped else STATUS_RUNNING
             if n > 2:
                 values["pos"][-1] = -1
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             return Problem(Node(self.name, tensors, tensors[:1]), values)
 
         shown = {"vocab": vocab, "length": length, "n": n, "words": words, "breakers": breakers, "stopped": stopped, "seed": seed}
@@ -119,16 +119,9 @@ class DryDraftsColumns(DryOp):
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         y, seen, loops, pos, dry, slots, draws, tokens = node.inputs
         (n, vocab), n_slots = y.shape, loops.shape[0]
-        n_ctx = seen.shape[-1] - SEEN_COUNTS - vocab
-        if {t.shape for t in (pos, slots, draws, tokens)} != {(n,)} or n > MAX_BATCH_COLUMNS:
-            raise PlanError(
-                f"[DRY_DRAFTS_COLUMNS] {node.name}: {pos}, {slots}, {draws}, {tokens} beside logits {y}; expected a value for each of at "
-                f"most {MAX_BATCH_COLUMNS} columns"
-            )
-        if n_ctx < 1 or seen.shape[0] != n_slots or dry.shape != (n_slots, dry_words(vocab)):
-            raise PlanError(
-                f"[DRY_DRAFTS_COLUMNS] {node.name}: {seen}, {dry}: expected a text and {dry_words(vocab)} words of {n_slots} slots"
-            )
+        n_ctx = rows_of_texts(node)
+        if n > MAX_BATCH_COLUMNS:
+            raise PlanError(f"[{self.name}] {node.name}: logits {y}; expected at most {MAX_BATCH_COLUMNS} columns")
         inputs = (*map(Arg, (seen, loops, pos)), Arg(dry, "rw"), *map(Arg, (slots, draws, tokens)))
         defines = {"COLUMNS": 1, "DRAFTS": 1, "MAX_COLUMNS": MAX_BATCH_COLUMNS}
         push = (vocab, n_ctx, n_slots, loops.shape[1])
@@ -154,24 +147,19 @@ class DryDraftsColumns(DryOp):
             )
 
         def make(rng: np.random.Generator) -> Problem:
-            roles: list[tuple[int, int]] = []
-            slot = 0
-            while len(roles) < n:
-                roles += [(slot, 1 + i) for i in range(int(rng.integers(1, 7)))][: n - len(roles)]
-                slot += 1
-            n_slots, n_ctx = slot + 1, length + 8
-            order = rng.permutation(n)
+            sequences, slots, draws = shuffled_columns(rng, n, lambda slot: int(rng.integers(1, 7)))
+            n_slots, n_ctx = sequences + 1, length + 8
             values: dict[str, Array] = {
                 "y": (3 * rng.standard_normal((n, vocab))).astype(np.float32),
                 "seen": np.zeros((n_slots, SEEN_COUNTS + vocab + n_ctx), np.int32),
                 "loops": np.zeros((n_slots, LOOP_RING + 5), np.int32),
                 "pos": np.zeros(n, np.int32),
                 "dry": np.zeros((n_slots, dry_words(vocab)), np.int32),
-                "slots": np.array([roles[i][0] for i in order], np.int32),
-                "draws": np.array([roles[i][1] for i in order], np.int32),
+                "slots": slots,
+                "draws": draws,
                 "tokens": np.zeros(n, np.int32),
             }
-            for s in range(slot):
+            for s in range(sequences):
                 before = int(rng.integers(1, length + 1))
                 text = text_of(rng, before + 6, words)
                 values["seen"][s] = seen_of(text[:before], vocab, n_ctx)
@@ -184,7 +172,7 @@ class DryDraftsColumns(DryOp):
                 values["dry"][s] = used.words(breakers_of(text, vocab, s % 4))
                 if s % 8 == 5:
                     values["draws"][own] = 0
-            tensors = tuple(Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items())
+            tensors = inputs_of(values)
             return Problem(Node(self.name, tensors, tensors[:1]), values)
 
         return Case(self.name, {"vocab": vocab, "length": length, "n": n, "words": words, "seed": seed}, make, seed)

@@ -15,7 +15,7 @@ its ring. With MODE 1 it has the draft of position q instead, -1 for none. Words
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -38,6 +38,18 @@ KINDS = ("copy", "none", "repeat", "known", "stopped", "limit", "least", "match"
 """What a case's sequence is like: its end stands earlier in it; no token comes twice; it repeats its last tokens; drafts are given by
 position; the loop has stopped; the limit is near; there are fewer drafts than LEAST; matches must be longer than there are; the next page
 is missing; it has no drafts; its column is a hole; its slot is none; the text has no room for further tokens."""
+
+
+def shuffled_columns(rng: np.random.Generator, n: int, count: Callable[[int], int]) -> tuple[int, Array, Array]:
+    """n columns of a case, in any order: how many sequences they are of, and `slots` and `draws` I32 [n]. count: columns of the sequence of
+    a slot, its last token's and its drafts', the last one's as far as there is room."""
+    roles: list[tuple[int, int]] = []
+    sequences = 0
+    while len(roles) < n:
+        roles += [(sequences, 1 + i) for i in range(count(sequences))][: n - len(roles)]
+        sequences += 1
+    slots, draws = np.array([roles[i] for i in rng.permutation(n)], np.int32).T.copy()
+    return sequences, slots, draws
 
 
 @register
@@ -166,14 +178,9 @@ class LookupColumns(Op):
             )
 
         def make(rng: np.random.Generator) -> Problem:
-            roles: list[tuple[int, int]] = []  # slot and draws of each column
-            slot = 0
-            while len(roles) < n:
-                roles += [(slot, 1 + i) for i in range(int(rng.integers(2, 7)))][: n - len(roles)]
-                slot += 1
-            n_slots, n_ctx = slot + 1, length + 12
+            sequences, slots, draws = shuffled_columns(rng, n, lambda slot: int(rng.integers(2, 7)))
+            n_slots, n_ctx = sequences + 1, length + 12
             max_pages = -(-n_ctx // page)
-            order = rng.permutation(n)
             values: dict[str, Array] = {
                 "texts": np.full((n_slots, n_ctx), -1, np.int32),
                 "draft": np.zeros((n_slots, DRAFT_WORDS), np.int32),
@@ -181,11 +188,11 @@ class LookupColumns(Op):
                 "tokens": np.full(n, 7, np.int32),
                 "pos": np.full(n, -1, np.int32),
                 "rows": np.full(n, -1, np.int32),
-                "slots": np.array([roles[i][0] for i in order], np.int32),
-                "draws": np.array([roles[i][1] for i in order], np.int32),
+                "slots": slots,
+                "draws": draws,
                 "pages": rng.permutation(n_slots * max_pages).reshape(n_slots, max_pages).astype(np.int32),
             }
-            for s in range(slot):
+            for s in range(sequences):
                 self._make_slot(rng, values, s, KINDS[s % len(KINDS)] if kind == "mixed" else kind, length, page, ring)
             tensors = {k: Tensor(k, "I32", v.shape, "input") for k, v in values.items()}
             outputs = tuple(tensors[k] for k in ("texts", "draft", "tokens", "pos", "rows"))

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.dispatch import Arg, Dispatch, ceil_div
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
@@ -175,8 +175,8 @@ class PenaltiesOp(Op):
             }
             if masked:
                 values["mask"] = mask_of(rng.random(vocab) < 1 / 3)
-            tensors = [Tensor(n, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for n, v in values.items()]
-            return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (1, vocab)), tensors[2])), values)
+            tensors = inputs_of(values)
+            return Problem(Node(self.name, tensors, (Tensor("y", "F32", (1, vocab)), tensors[2])), values)
 
         shown = {
             "vocab": vocab,

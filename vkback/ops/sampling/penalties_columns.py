@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
@@ -31,6 +31,30 @@ from vkback.ops.storage import nbytes
 KINDS = ("penalized", "hole", "penalized", "idle", "penalized", "stopped", "unpenalized", "no_slot", "penalized", "first")
 """What a case's columns are like, one after the other: with penalties; a hole; it does not draw; its sequence has stopped; without
 penalties; its slot is none; the first token of its text."""
+
+
+def rows_of_texts(node: Node, ctx: LowerContext, n_masks: int) -> int:
+    """Rows of the texts that `seen` has, of a PENALTIES_COLUMNS or the one with drafts. n_masks: how many masks there are, if any.
+    Raises PlanError for shapes that do not fit each other, and for what the device cannot bind."""
+    logits, bias, seen, loops, tokens, pos, slots, draws, *masks = node.inputs
+    (n, vocab), n_slots = logits.shape, loops.shape[0]
+    rows = seen.shape[-1] - SEEN_COUNTS - vocab
+    if bias.shape != (n_slots, vocab) or seen.shape[:-1] != (n_slots,) or rows < 1 or len(loops.shape) != 2:
+        raise PlanError(
+            f"[{node.op}] {node.name}: {logits}, {bias}, {seen}, {loops}: expected for each of {n_slots} slots {vocab} biases, "
+            f"and in seen {SEEN_COUNTS} words, as many counts, and the text"
+        )
+    if wrong := [t for t in (tokens, pos, slots, draws) if t.shape != (n,)]:
+        raise PlanError(f"[{node.op}] {node.name}: {wrong[0]} beside logits {logits}; expected a value for each of {n} columns")
+    if [m.shape for m in masks] not in ([], [(n_masks, mask_words(vocab))]):
+        raise PlanError(f"[{node.op}] {node.name}: expected one mask of {n_masks} times {mask_words(vocab)} words or none, got {masks}")
+    for t in (logits, bias, seen, *masks):
+        if nbytes(t) > ctx.caps.max_storage_buffer_range:
+            raise PlanError(
+                f"[{node.op}] {t}: {nbytes(t)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
+                f"(maxStorageBufferRange); take fewer {'columns' if t is logits else 'slots'}"
+            )
+    return rows
 
 
 @register
@@ -50,26 +74,8 @@ class PenaltiesColumns(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits, bias, seen, loops, tokens, pos, slots, draws, *masks = node.inputs
-        (n, vocab), n_slots = logits.shape, loops.shape[0]
-        rows = seen.shape[-1] - SEEN_COUNTS - vocab
-        if bias.shape != (n_slots, vocab) or seen.shape[:-1] != (n_slots,) or rows < 1 or len(loops.shape) != 2:
-            raise PlanError(
-                f"[PENALTIES_COLUMNS] {node.name}: {logits}, {bias}, {seen}, {loops}: expected for each of {n_slots} slots {vocab} biases, "
-                f"and in seen {SEEN_COUNTS} words, as many counts, and the text"
-            )
-        if wrong := [t for t in (tokens, pos, slots, draws) if t.shape != (n,)]:
-            raise PlanError(f"[PENALTIES_COLUMNS] {node.name}: {wrong[0]} beside logits {logits}; expected a value for each of {n} columns")
-        if [m.shape for m in masks] not in ([], [(n_slots, mask_words(vocab))]):
-            raise PlanError(
-                f"[PENALTIES_COLUMNS] {node.name}: expected one mask of {n_slots} times {mask_words(vocab)} words or none, got {masks}"
-            )
-        y = node.outputs[0]
-        for t in (logits, bias, seen, *masks):
-            if nbytes(t) > ctx.caps.max_storage_buffer_range:
-                raise PlanError(
-                    f"[PENALTIES_COLUMNS] {t}: {nbytes(t)} bytes, {ctx.caps.name} binds at most {ctx.caps.max_storage_buffer_range} "
-                    f"(maxStorageBufferRange); take fewer {'columns' if t is logits else 'slots'}"
-                )
+        (n, vocab), n_slots, y = logits.shape, loops.shape[0], node.outputs[0]
+        rows = rows_of_texts(node, ctx, n_slots)
         each = (logits, bias, y)
         return [
             by_threads(
@@ -143,8 +149,8 @@ class PenaltiesColumns(Op):
                     values["slots"][t] = rng.choice([-1, n_slots])
             if masked:
                 values["mask"] = np.stack([mask_of(rng.random(vocab) < 1 / 3) for _ in range(n_slots)])
-            tensors = [Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items()]
-            return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (n, vocab)), tensors[2])), values)
+            tensors = inputs_of(values)
+            return Problem(Node(self.name, tensors, (Tensor("y", "F32", (n, vocab)), tensors[2])), values)
 
         shown = {"vocab": vocab, "n": n, "length": length, "masked": masked, "mixed": mixed, "seed": seed}
         return Case(self.name, shown, make, seed)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
@@ -116,8 +116,8 @@ class PenaltiesDrafts(Op):
                 values["loop"][1] = STATUS_EOS
             if masked:
                 values["mask"] = np.stack([mask_of(rng.random(vocab) < 1 / 3) for _ in range(n)])
-            tensors = [Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items()]
-            return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (n, vocab)),)), values)
+            tensors = inputs_of(values)
+            return Problem(Node(self.name, tensors, (Tensor("y", "F32", (n, vocab)),)), values)
 
         shown = {"vocab": vocab, "n": n, "last_n": last_n, "length": length, "masked": masked, "stopped": stopped, "seed": seed}
         return Case(self.name, shown, make, seed)

@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 from vkback.graph import Node, Tensor
-from vkback.ops.case import Array, Case, Problem, Tolerance
+from vkback.ops.case import Array, Case, Problem, Tolerance, inputs_of
 from vkback.ops.case_line import CaseLineError
 from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
-from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS
+from vkback.ops.sampling.lookup_columns import MAX_BATCH_COLUMNS, shuffled_columns
 from vkback.ops.sampling.penalties import SEEN_COUNTS, TOLERANCE, Penalties, mask_of, mask_words, penalized
+from vkback.ops.sampling.penalties_columns import rows_of_texts
 from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_RUNNING
-from vkback.ops.storage import nbytes
 
 KINDS = ("penalized", "unpenalized", "penalized", "hole", "penalized", "idle", "penalized", "stopped", "penalized", "first", "no_slot")
 """What a case's sequences are like, one after the other: with penalties; without; its columns are holes; they do not draw; it has stopped;
@@ -54,30 +54,10 @@ class PenaltiesDraftsColumns(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         logits, bias, seen, loops, tokens, pos, slots, draws, *masks = node.inputs
-        (n, vocab), n_slots = logits.shape, loops.shape[0]
-        rows = seen.shape[-1] - SEEN_COUNTS - vocab
-        if bias.shape != (n_slots, vocab) or seen.shape[:-1] != (n_slots,) or rows < 1 or len(loops.shape) != 2:
-            raise PlanError(
-                f"[PENALTIES_DRAFTS_COLUMNS] {node.name}: {logits}, {bias}, {seen}, {loops}: expected for each of {n_slots} slots {vocab} "
-                f"biases, and in seen {SEEN_COUNTS} words, as many counts, and the text"
-            )
-        if {t.shape for t in (tokens, pos, slots, draws)} != {(n,)} or n > MAX_BATCH_COLUMNS:
-            raise PlanError(
-                f"[PENALTIES_DRAFTS_COLUMNS] {node.name}: {tokens}, {pos}, {slots}, {draws} beside logits {logits}; expected a value for "
-                f"each of at most {MAX_BATCH_COLUMNS} columns"
-            )
-        if [m.shape for m in masks] not in ([], [(n, mask_words(vocab))]):
-            raise PlanError(
-                f"[PENALTIES_DRAFTS_COLUMNS] {node.name}: expected a mask of {mask_words(vocab)} words for each of {n} columns or none, "
-                f"got {masks}"
-            )
-        y = node.outputs[0]
-        for t in (logits, bias, seen, *masks):
-            if nbytes(t) > ctx.caps.max_storage_buffer_range:
-                raise PlanError(
-                    f"[PENALTIES_DRAFTS_COLUMNS] {t}: {nbytes(t)} bytes, {ctx.caps.name} binds at most "
-                    f"{ctx.caps.max_storage_buffer_range} (maxStorageBufferRange); take fewer slots"
-                )
+        (n, vocab), n_slots, y = logits.shape, loops.shape[0], node.outputs[0]
+        rows = rows_of_texts(node, ctx, n)
+        if n > MAX_BATCH_COLUMNS:
+            raise PlanError(f"[{self.name}] {node.name}: logits {logits}; expected at most {MAX_BATCH_COLUMNS} columns")
         return [
             by_threads(
                 node,
@@ -121,13 +101,8 @@ class PenaltiesDraftsColumns(Op):
             )
 
         def make(rng: np.random.Generator) -> Problem:
-            roles: list[tuple[int, int]] = []
-            slot = 0
-            while len(roles) < n:
-                roles += [(slot, 1 + i) for i in range(int(rng.integers(1, 7)))][: n - len(roles)]
-                slot += 1
-            n_slots, rows = slot + 1, length + 8
-            order = rng.permutation(n)
+            sequences, slots, draws = shuffled_columns(rng, n, lambda slot: int(rng.integers(1, 7)))
+            n_slots, rows = sequences + 1, length + 8
             values: dict[str, Array] = {
                 "result_output": (3 * rng.standard_normal((n, vocab))).astype(np.float32),
                 "bias": rng.choice([0.0, 0.0, 2.5], (n_slots, vocab)).astype(np.float32),
@@ -135,10 +110,10 @@ class PenaltiesDraftsColumns(Op):
                 "loops": np.zeros((n_slots, LOOP_RING + 5), np.int32),
                 "tokens": rng.integers(0, min(20, vocab), n).astype(np.int32),
                 "pos": np.zeros(n, np.int32),
-                "slots": np.array([roles[i][0] for i in order], np.int32),
-                "draws": np.array([roles[i][1] for i in order], np.int32),
+                "slots": slots,
+                "draws": draws,
             }
-            for s in range(slot):
+            for s in range(sequences):
                 kind = KINDS[s % len(KINDS)] if mixed else "penalized"
                 text = rng.integers(0, min(20, vocab), 0 if kind == "first" else rng.integers(1, length + 2)).tolist()
                 presence, frequency = rng.choice([-0.5, 0.0, 0.25], 2).tolist()
@@ -157,8 +132,8 @@ class PenaltiesDraftsColumns(Op):
                     values["slots"][own] = int(rng.choice([-1, n_slots]))
             if masked:
                 values["mask"] = np.stack([mask_of(rng.random(vocab) < 1 / 3) for _ in range(n)])
-            tensors = [Tensor(k, "F32" if v.dtype == np.float32 else "I32", v.shape, "input") for k, v in values.items()]
-            return Problem(Node(self.name, tuple(tensors), (Tensor("y", "F32", (n, vocab)),)), values)
+            tensors = inputs_of(values)
+            return Problem(Node(self.name, tensors, (Tensor("y", "F32", (n, vocab)),)), values)
 
         shown = {"vocab": vocab, "n": n, "length": length, "masked": masked, "mixed": mixed, "seed": seed}
         return Case(self.name, shown, make, seed)
