@@ -29,6 +29,7 @@ CALLED: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "7"},
 ]
+A_CALL = 300  # tokens: 39 to 50 of most calls drawn, 70 of some
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"enum": [7]}}}
 
 Body = dict[str, Any]
@@ -174,14 +175,14 @@ TAKEN: dict[str, list[tuple[tuple[str, Body], Check]]] = {
         (chat(tools=[WEATHER], tool_choice="auto"), None),
         (chat(tools=[WEATHER], tool_choice="none"), lambda r: not message(r).get("tool_calls")),
         (
-            chat(tools=[WEATHER], tool_choice="required", max_tokens=60, parallel_tool_calls=False),
+            chat(tools=[WEATHER], tool_choice="required", max_tokens=A_CALL, parallel_tool_calls=False),
             lambda r: len(message(r)["tool_calls"]) == 1,
         ),
         (
-            chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "f"}}, max_tokens=60),
+            chat(tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "f"}}, max_tokens=A_CALL),
             lambda r: message(r)["tool_calls"][0]["function"]["name"] == "f" and r["choices"][0]["finish_reason"] == "tool_calls",
         ),
-        (chat(tools=[WEATHER], tool_choice="f", max_tokens=60), lambda r: message(r)["content"] is None),
+        (chat(tools=[WEATHER], tool_choice="f", max_tokens=A_CALL), lambda r: message(r)["content"] is None),
         (chat(tools=[{"type": "function", "function": {"name": "f"}}]), None),
         (chat(tools=[{"type": "function", "function": {"name": "f", "description": None, "parameters": None, "strict": None}}]), None),
         (chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$schema": "x"}}}]), None),
@@ -199,7 +200,7 @@ TAKEN: dict[str, list[tuple[tuple[str, Body], Check]]] = {
         (chat(messages=[HELLO, CALLED[1], CALLED[2] | {"name": "f"}]), None),
         (chat(functions=[WEATHER["function"]]), None),
         (
-            chat(functions=[WEATHER["function"]], function_call={"name": "f"}, max_tokens=60),
+            chat(functions=[WEATHER["function"]], function_call={"name": "f"}, max_tokens=A_CALL),
             lambda r: message(r)["function_call"]["name"] == "f",
         ),
         (said(HELLO, {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, HELLO), None),
@@ -257,7 +258,12 @@ TAKEN: dict[str, list[tuple[tuple[str, Body], Check]]] = {
         (response(instructions="Be brief."), lambda r: r["instructions"] == "Be brief."),
         (response(tools=[{"type": "function", "name": "f", "parameters": {}}]), lambda r: r["tools"][0]["name"] == "f"),
         (
-            response(tools=[{"type": "function", "name": "f"}], tool_choice="required", parallel_tool_calls=False, max_output_tokens=60),
+            response(
+                tools=[{"type": "function", "name": "f"}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                max_output_tokens=A_CALL,
+            ),
             lambda r: r["output"][0]["type"] == "function_call",
         ),
         (
@@ -292,7 +298,7 @@ TAKEN: dict[str, list[tuple[tuple[str, Body], Check]]] = {
             claude(
                 tools=[{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
                 tool_choice={"type": "tool", "name": "f"},
-                max_tokens=60,
+                max_tokens=A_CALL,
             ),
             lambda r: r["content"][0]["type"] == "tool_use",
         ),
