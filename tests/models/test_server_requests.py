@@ -259,10 +259,7 @@ TAKEN: dict[str, list[tuple[tuple[str, Body], Check]]] = {
         (response(tools=[{"type": "function", "name": "f", "parameters": {}}]), lambda r: r["tools"][0]["name"] == "f"),
         (
             response(
-                tools=[{"type": "function", "name": "f"}],
-                tool_choice="required",
-                parallel_tool_calls=False,
-                max_output_tokens=A_CALL,
+                tools=[{"type": "function", "name": "f"}], tool_choice="required", parallel_tool_calls=False, max_output_tokens=A_CALL
             ),
             lambda r: r["output"][0]["type"] == "function_call",
         ),
