@@ -15,7 +15,8 @@ from tiny_models import tiny
 import vkback
 from vkback import paths
 from vkback.api import LoadedAdapter, LoadedModel, ModelError
-from vkback.engine.engine import Engine, EngineError
+from vkback.engine.adapter_scales import AdapterScaleError
+from vkback.engine.engine import Engine
 from vkback.engine.snapshot import StateError
 from vkback.evaluate.judge import nmse
 from vkback.models import GgufFile, Model
@@ -214,5 +215,5 @@ def test_logits_are_those_of_adapters_in_the_graph(arch: str, tmp_path: Path) ->
         assert engine.n_past == len(TOKENS) + 1, "nothing has changed"
         engine.use_adapters([])
         assert engine.n_past == 0 and nmse(engine.prompt_logits(TOKENS), plain) < 1e-8 < nmse(plain, wanted)
-        with pytest.raises(EngineError, match="expected at most 3 of those loaded"):
+        with pytest.raises(AdapterScaleError, match="expected at most 3 of those loaded"):
             engine.use_adapters([1.0] * 4)

@@ -11,7 +11,7 @@ from typing import Any
 
 from vkback.api import given
 from vkback.api.errors import ModelError
-from vkback.engine.engine import whole_scales
+from vkback.engine.adapter_scales import whole_scales
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from vkback import quants
 from vkback.device import Arena, BufferRange, Device, DeviceLost, selectors
+from vkback.engine.adapter_scales import AdapterScales, whole_scales
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
@@ -69,8 +70,8 @@ from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
 from vkback.plan.passes.experts import is_cache
-from vkback.plan.passes.lora import SCALES, is_adapter_tensor
-from vkback.plan.schedule import Schedule, aligned
+from vkback.plan.passes.lora import is_adapter_tensor
+from vkback.plan.schedule import Schedule
 from vkback.program import CompileTotals, Program, WeightRanges
 from vkback.program.fragments import fragments_hold, row_lanes_found
 from vkback.shader import ShaderLibrary
@@ -118,23 +119,6 @@ class EngineError(VkbackError):
 def times_key(kind: str, drafts: Drafts) -> str:
     """By which times of steps are known."""
     return f"{kind}, draft model" if drafts.model else kind
-
-
-@dataclass
-class AdapterMemory:
-    """What belongs to adapters that are switched: memory that ends with them, the input of their scales, and what that has now."""
-
-    arenas: list[Arena] = field(default_factory=list)
-    inputs: dict[str, BufferRange] = field(default_factory=dict)
-    scales: tuple[float, ...] = ()
-
-
-def whole_scales(scales: Iterable[float]) -> tuple[float, ...]:
-    """The same without zeros at the end, so that equal ones are equal."""
-    found = [float(scale) for scale in scales]
-    while found and not found[-1]:
-        found.pop()
-    return tuple(found)
 
 
 @dataclass
@@ -227,7 +211,7 @@ class Engine:
         """What the cache of experts had counted when `count_experts` was called last."""
         self._expert_cache: ExpertCache | None = None
         self._memory = [MemoryWatch(each, model.file.path.name) for each in dict.fromkeys([*(other for other, _ in before), device])]
-        self._adapters = AdapterMemory()
+        self._adapters = AdapterScales(device, model)
         self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
         self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
@@ -276,7 +260,7 @@ class Engine:
                 stage.load(options)
             self.expert_memory = self._place_experts(weights, host_rates)
             self._cache_experts(options.expert_cache)
-            self._adapters = self._scales_of(model)
+            self._adapters.allocate()
             loaded = self._load(weights, meanwhile, options.repack)
             self._base = {name: (t, loaded.ranges[name]) for name, t in weights.items() if not is_adapter_tensor(name)}
             self._repack = options.repack
@@ -496,10 +480,10 @@ class Engine:
         self._token_programs.close()
         if self._split is not None:
             self._split.close()
-        for arena in reversed([*self._arenas, *self._adapters.arenas]):
+        self._adapters.close()
+        for arena in reversed(self._arenas):
             arena.destroy()
         self._arenas.clear()
-        self._adapters = AdapterMemory()
         for device in self._owned:
             device.close()
 
@@ -857,9 +841,9 @@ class Engine:
         self._forget_all_programs()
         self._plans.use_model(model)
         self.model = model
-        made = AdapterMemory()
+        made = AdapterScales(self.device, model)
         try:
-            made = self._scales_of(model)
+            made.allocate()
             wanted = self._tensors("weight")
             missing = {name: t for name, t in wanted.items() if self._base.get(name, (None,))[0] != t}
             with WeightLoad(model.file, missing, self.device, self.library, repack=self._repack) as load:
@@ -868,15 +852,13 @@ class Engine:
                 loaded = load.loaded()
             made.arenas.append(loaded.arena)
         except BaseException:
-            for arena in made.arenas:
-                arena.destroy()
+            made.close()
             self.model = before
             self._plans.use_model(before)
             raise
         self._adapters = made
         self.weights = {name: ranges for name, (_, ranges) in self._base.items()} | loaded.ranges
-        for arena in adapters.arenas:
-            arena.destroy()
+        adapters.close()
         ctx = self._plans.ctx
         if loaded.beyond_f16 - ctx.beyond_f16 or loaded.coarse - ctx.coarse:
             self._plans.keep_out_of_f16(ctx.beyond_f16 | loaded.beyond_f16, ctx.coarse | loaded.coarse)
@@ -890,49 +872,26 @@ class Engine:
         self._prompts.close()
         self._texts.close()
 
-    def _scales_of(self, model: Model) -> AdapterMemory:
-        """Memory for the scales of a model's adapters, which has those that they were loaded with."""
-        if model.lora is None or not model.lora.switched:
-            return AdapterMemory()
-        scales = whole_scales(adapter.scale for adapter in model.adapters)
-        words = model.lora.switches(scales)
-        arena = self.device.arena("scales of adapters", aligned(words.nbytes), "device")
-        memory = arena.alloc(words.nbytes, SCALES)
-        self.device.upload(memory, words)
-        return AdapterMemory([arena], {SCALES: memory}, scales)
-
     @property
     def adapter_scales(self) -> tuple[float, ...]:
         """What each adapter is multiplied by now, the last that is off and those behind it left out."""
-        return self._adapters.scales
+        return self._adapters.current
 
     def use_adapters(self, scales: Sequence[float]) -> None:
         """Multiply each adapter by a number from here on, 0: it is off; those behind the last number are off. Where that changes anything,
-        the text so far is forgotten: it was read with others. Nothing is in flight. Raises EngineError where adapters cannot be switched.
-        """
-        if whole_scales(scales) != self._adapters.scales:
+        the text so far is forgotten: it was read with others. Nothing is in flight. Raises AdapterScaleError where adapters cannot be
+        switched."""
+        if whole_scales(scales) != self.adapter_scales:
             self.reset()
             self.put_adapters(scales)
 
     def put_adapters(self, scales: Sequence[float]) -> None:
         """As `use_adapters`, for whoever leaves the text so far alone."""
-        wanted, lora = whole_scales(scales), self.model.lora
-        if wanted != self._adapters.scales:
-            self.check_adapters(wanted)
-            assert lora is not None
-            self.device.upload(self._adapters.inputs[SCALES], lora.switches(wanted))
-            self._adapters.scales = wanted
+        self._adapters.put(scales)
 
     def check_adapters(self, scales: Sequence[float]) -> None:
-        """Raises EngineError where there are not so many adapters that can be switched."""
-        wanted, lora = whole_scales(scales), self.model.lora
-        if not wanted:
-            return
-        if lora is None or not lora.switched or len(wanted) > len(lora.widths):
-            raise EngineError(
-                f"[lora] {self.model.file.path}: scales {list(wanted)} of adapters; expected at most "
-                f"{len(lora.widths) if lora is not None else 0} of those loaded to be switched"
-            )
+        """Raises AdapterScaleError where there are not so many adapters that can be switched."""
+        self._adapters.check(scales)
 
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
