@@ -306,40 +306,41 @@ def prebuilt_variants() -> list[Variant]:
 
 
 class _Training:
-    """Cases of both ops."""
+    """Cases of both ops: of the same attention, forward and back."""
 
     name: ClassVar[str]
+    back: ClassVar[bool]
 
-    def _case(
+    def build_case(
         self,
-        hsk: int,
-        hsv: int,
-        nh: int,
-        nr: int,
-        n: int,
-        sequences: int,
-        causal: bool,
-        window: int,
-        softcap: float,
-        seed: int,
-        back: bool,
+        hsk: int = 64,
+        hsv: int = 64,
+        nh: int = 3,
+        nr: int = 3,
+        n: int = 40,
+        sequences: int = 1,
+        causal: bool = True,
+        window: int = 0,
+        logit_softcap: float = 0.0,
         act: str = "auto",
+        seed: int = 67,
     ) -> Case:
+        """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the sequences."""
         if act not in ("auto", "f32", "f16"):
             raise CaseLineError(f"{self.name}: act={act}: expected one of auto, f32, f16")
-        if min(hsk, hsv, nh, nr, n, sequences) < 1 or window < 0 or softcap < 0:
+        if min(hsk, hsv, nh, nr, n, sequences) < 1 or window < 0 or logit_softcap < 0:
             raise CaseLineError(f"{self.name}: expected hsk, hsv, nh, nr, n and sequences above 0, window and logit_softcap from 0")
         tokens, heads = n * sequences, nh * nr
         shapes = {"q": (tokens, heads, hsk), "k": (tokens, nh, hsk), "v": (tokens, nh, hsv)}
         for shape in (*shapes.values(), (n, n)):
             sized(shape)
-        params = {"scale": 1.0 / math.sqrt(hsk), "causal": causal, "window": window, "sequences": sequences, "softcap": softcap}
+        params = {"scale": 1.0 / math.sqrt(hsk), "causal": causal, "window": window, "sequences": sequences, "softcap": logit_softcap}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor(name, "F32", shape, "input") for name, shape in shapes.items()]
             values = {t.name: rng.uniform(-2, 2, t.shape).astype(np.float32) for t in inputs}
             y, lse = Tensor("y", "F32", (tokens, heads, hsv), "input"), Tensor("lse", "F32", (tokens, heads), "input")
-            if not back:
+            if not self.back:
                 outputs = tuple(Tensor(t.name, "F32", t.shape) for t in (y, lse))
                 return Problem(Node(self.name, tuple(inputs), outputs, params), values)
             q, k, v = (values[name].astype(np.float64) for name in shapes)
@@ -358,11 +359,31 @@ class _Training:
             "sequences": sequences,
             "causal": int(causal),
             "window": window,
-            "logit_softcap": softcap,
+            "logit_softcap": logit_softcap,
             **({"act": act} if act != "auto" else {}),
             "seed": seed,
         }
         return Case(self.name, shown, make, seed)
+
+    def cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 2, 3, 67)
+        yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
+        yield self.build_case(64, 64, 1, 2, 2, causal=False)
+        yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
+        yield self.build_case(136, 40, 2, 2, 35, sequences=2, window=9, logit_softcap=5.0)  # wider than CPU drivers have a row a lane
+
+    def full_cases(self) -> Iterator[Case]:
+        for hd, n in ((128, 100), (256, 33), (8, 70)):
+            for window in (0, 5, 33):
+                yield self.build_case(hd, hd, 2, 2, n, window=window)
+                yield self.build_case(hd, hd, 2, 2, n, window=window, act="f16")
+        yield self.build_case(32, 32, 1, 1, 50, causal=False, act="f16")
+
+    def perf_cases(self) -> Iterator[Case]:
+        yield self.build_case(64, 64, 3, 3, 512)
+        yield self.build_case(128, 128, 8, 4, 512)
+        for rows, warps in ((32, 4), (16, 4), (32, 8), (32, 2), (64, 4)):
+            yield self.build_case(128, 128, 8, 4, 512, act="f16").where(rows=rows, warps=warps)
 
 
 @register
@@ -370,6 +391,7 @@ class FlashAttnLse(_Training, Op):
     """Attention that keeps its log-sum-exp; see the module's text."""
 
     name = "FLASH_ATTN_LSE"
+    back = False
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         sizes = sizes_of(node, *node.inputs)
@@ -408,49 +430,13 @@ class FlashAttnLse(_Training, Op):
             return F16_ATTENTION
         return Tolerance(1e-11, 3e-5, "f32 sums; scores up to 10 are off by 2^-20, and so are their exponentials relative to themselves")
 
-    def build_case(
-        self,
-        hsk: int = 64,
-        hsv: int = 64,
-        nh: int = 3,
-        nr: int = 3,
-        n: int = 40,
-        sequences: int = 1,
-        causal: bool = True,
-        window: int = 0,
-        logit_softcap: float = 0.0,
-        act: str = "auto",
-        seed: int = 67,
-    ) -> Case:
-        """hsk, hsv: head sizes, nh: kv heads, nr: heads of each, n: tokens of each of the sequences."""
-        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=False, act=act)
-
-    def cases(self) -> Iterator[Case]:
-        yield self.build_case(64, 64, 2, 3, 67)
-        yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
-        yield self.build_case(64, 64, 1, 2, 2, causal=False)
-        yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
-        yield self.build_case(136, 40, 2, 2, 35, sequences=2, window=9, logit_softcap=5.0)  # wider than CPU drivers have a row a lane
-
-    def full_cases(self) -> Iterator[Case]:
-        for hd, n in ((128, 100), (256, 33), (8, 70)):
-            for window in (0, 5, 33):
-                yield self.build_case(hd, hd, 2, 2, n, window=window)
-                yield self.build_case(hd, hd, 2, 2, n, window=window, act="f16")
-        yield self.build_case(32, 32, 1, 1, 50, causal=False, act="f16")
-
-    def perf_cases(self) -> Iterator[Case]:
-        yield self.build_case(64, 64, 3, 3, 512)
-        yield self.build_case(128, 128, 8, 4, 512)
-        for rows, warps in ((32, 4), (16, 4), (32, 8), (32, 2), (64, 4)):
-            yield self.build_case(128, 128, 8, 4, 512, act="f16").where(rows=rows, warps=warps)
-
 
 @register
 class FlashAttnBack(_Training, Gradient):
     """Gradients of attention by q, k and v; see the module's text."""
 
     name = "FLASH_ATTN_BACK"
+    back = True
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         sizes = sizes_of(node, *node.inputs[1:4])
@@ -518,40 +504,3 @@ class FlashAttnBack(_Training, Gradient):
         if _matrix_shape(sizes_of(node, *node.inputs[1:4]), ctx) is not None:
             return F16_ATTENTION
         return Tolerance(1e-10, 1e-4, "f32 sums; weights are off by 2^-20 of themselves, and dy v and delta cancel")
-
-    def build_case(
-        self,
-        hsk: int = 64,
-        hsv: int = 64,
-        nh: int = 3,
-        nr: int = 3,
-        n: int = 40,
-        sequences: int = 1,
-        causal: bool = True,
-        window: int = 0,
-        logit_softcap: float = 0.0,
-        act: str = "auto",
-        seed: int = 71,
-    ) -> Case:
-        """As FLASH_ATTN_LSE."""
-        return self._case(hsk, hsv, nh, nr, n, sequences, causal, window, logit_softcap, seed, back=True, act=act)
-
-    def cases(self) -> Iterator[Case]:
-        yield self.build_case(64, 64, 2, 3, 67)
-        yield self.build_case(40, 36, 1, 2, 35, sequences=3, window=9, logit_softcap=5.0)
-        yield self.build_case(64, 64, 1, 1, 2, causal=False)
-        yield self.build_case(64, 48, 2, 2, 45, sequences=2, window=19, logit_softcap=8.0, act="f16")
-        yield self.build_case(136, 40, 2, 2, 35, sequences=2, window=9, logit_softcap=5.0)
-
-    def full_cases(self) -> Iterator[Case]:
-        for hd, n in ((128, 100), (256, 33), (8, 70)):
-            for window in (0, 5, 33):
-                yield self.build_case(hd, hd, 2, 2, n, window=window)
-                yield self.build_case(hd, hd, 2, 2, n, window=window, act="f16")
-        yield self.build_case(32, 32, 1, 1, 50, causal=False, act="f16")
-
-    def perf_cases(self) -> Iterator[Case]:
-        yield self.build_case(64, 64, 3, 3, 512)
-        yield self.build_case(128, 128, 8, 4, 512)
-        for rows, warps in ((32, 4), (16, 4), (32, 8), (32, 2), (64, 4)):
-            yield self.build_case(128, 128, 8, 4, 512, act="f16").where(rows=rows, warps=warps)
