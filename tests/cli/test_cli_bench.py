@@ -185,11 +185,8 @@ def test_options_of_llama_bench_that_cannot_be_obeyed(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for line, said in (
-        (
-            "-hfr ggml-org/x",
-            "-hfr: vkbench runs local files on a device of this machine; give the model as -m FILE or -hf USER/REPO[:TYPE]",
-        ),
-        ("-p 8 -ngl", "-ngl: expected a value, as in llama-bench"),
+        ("-hfr ggml-org/x", "-hfr: models are local files on a device of this machine; give the model as -m FILE or -hf USER/REPO[:TYPE]"),
+        ("-p 8 -ngl", "-ngl: expected a value, as in llama.cpp"),
         ("-ngx 5", "No such option: -ngx; vkbench --help tells more"),
         ("-ctk f16,q5_0", "--cache-type-k q5_0: expected one of f16, q8_0, q4_0, f32"),
     ):

@@ -16,6 +16,8 @@ from vkback.api import Timings
 from vkback.cli import main, vkbench
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.models.registry import Model
+from vkback.models.synth import outline
 from vkback.paths import builtin_model
 
 # --- help, and where the command is called from
@@ -75,7 +77,7 @@ def test_the_package_can_be_executed() -> None:
     ("program", "typed", "offered"),
     [
         ("vkback", "vkback perp", ["perplexity"]),
-        ("vkback", "vkback run --te", ["--temp", "--tensor-split"]),
+        ("vkback", "vkback run --te", ["--temp", "--temperature", "--tensor-split"]),
         ("vkbench", "vkbench --warm", ["--warmup"]),
         ("vkbench", "vkbench batch --rep", ["--repetitions"]),
     ],
@@ -99,14 +101,36 @@ def test_completion_is_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("run x -ngl 99", "No such option: -ngl; vkback run --help tells more"),
-        ("run x -ngl=99", "No such option: -ngl; vkback run --help tells more"),
+        ("run x -ngx 99", "No such option: -ngx; vkback run --help tells more"),
+        ("devices -ngl=99", "No such option: -ngl; vkback devices --help tells more"),
         ("run x -ctx 64", "No such option: -ctx. Did you mean --ctx? vkback run --help tells more"),
         ("run x -temp 0", "No such option: -temp. Did you mean --temp? vkback run --help tells more"),
         ("run x -mfoo.gguf", "No such option: -mfoo.gguf; a value stands apart from it: -m foo.gguf; vkback run --help tells more"),
-        ("chat -nkvo 1", "No such option: -nkvo; vkback chat --help tells more"),
+        ("chat -nkvx 1", "No such option: -nkvx; vkback chat --help tells more"),
+        ("run x -cnv", "-cnv: vkback chat holds conversations"),
+        ("chat --no-conversation", "--no-conversation: vkback run continues a text"),
+        ("serve --mmproj x.gguf", "--mmproj: images are not supported; leave it out"),
+        (
+            "run x -mu http://x",
+            "-mu: models are local files on a device of this machine; give the model as -m FILE or -hf USER/REPO[:TYPE]",
+        ),
+        ("chat --reasoning-budget 64", "--reasoning-budget 64: vkback chat knows -1 alone; leave it out"),
+        ("run x -ngl", "-ngl: expected a value, as in llama.cpp"),
+        ("run x --temp inf", "Invalid value for '--temp': inf, expected a finite number; vkback run --help tells more"),
+        ("finetune --data x -o y --lr inf", "Invalid value for '--lr': inf, expected a finite number; vkback finetune --help tells more"),
+        (
+            "run x --lora y --lora-scale nan",
+            "Invalid value for '--lora-scale': nan, expected a finite number; vkback run --help tells more",
+        ),
+        (
+            "run x --repeat-last-n -2",
+            "Invalid value for '--repeat-last-n': Input should be greater than or equal to -1; vkback run --help tells more",
+        ),
+        ("run x --stop=", "--stop ['']: expected strings that are not empty"),
+        ("run x --grammar root::=f", "--grammar: line 1, at 'f': there is no rule called f; expected a rule of that name"),
+        ('run x --json-schema {"type":"objec"}', "--json-schema: the schema cannot be compiled: Invalid type: objec"),
         ("run -p a -p b", "-p/--prompt is given 2 times, expected once; vkback run --help tells more"),
-        ("run x -n4 --n-predict 5", "-n/--n-predict is given 2 times, expected once; vkback run --help tells more"),
+        ("run x -n4 --n-predict 5", "-n/--n-predict/--predict is given 2 times, expected once; vkback run --help tells more"),
         ("run x -p y", "TEXT and -p exclude each other: each gives the text to continue"),
         ("run -p y -f z", "-p and -f exclude each other: each gives the text to continue"),
         ("run -f /nope", f"-f {Path('/nope')}: cannot be read: No such file or directory"),
@@ -115,6 +139,108 @@ def test_completion_is_offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_what_is_no_option_is_named(line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(monkeypatch, main.main, *line.split()) == 2
     assert capsys.readouterr().err == f"vkback: error: {said}\n"
+
+
+LLAMA_CLI = (
+    "--threads 4 -tb 8 -ngl -1 --split-mode none -mg 0 -b 512 --numa distribute -ot exps=CPU -fit on --keep 4 --mlock --no-mmap -nkvo "
+    "--no-warmup --no-perf -no-cnv --jinja --color -v --log-disable --simple-io"
+)
+"""Options of llama-cli that mean nothing here, with values as people have them."""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (f"run -p Hi -n 2 {LLAMA_CLI}", LLAMA_CLI),
+        ("run Hi --predict 2 --ctx-size 64 --ubatch-size 8 --temperature 0 --typical-p 1 --top-n-sigma -1 --reverse-prompt X -fa on", ""),
+        ("run -p Hi -n 2 -ngl=99 -ngl 0", "-ngl"),
+    ],
+)
+def test_command_lines_of_llama_cli_run_as_they_are(
+    line: str, told: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, main.main, *line.split()) == 0
+    out, err = capsys.readouterr()
+    names = [word for word in told.split() if word.startswith("-") and word != "-1"]
+    assert err.startswith(f"vkback: {', '.join(names)} mean{'s' * (len(names) == 1)} nothing here\n" if names else "prompt ")
+    assert out.startswith("Hi") and engine.calls[-1] == ("generate", 2, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("chat", "-cnv --reasoning-format deepseek -ngl 99 -sys Short. --chat-template-file plain"),
+        ("serve", "-np 2 -ngl 99 -fa on -cb --metrics --slots --threads-http 4 --cache-reuse 256 -a name --jinja --embeddings -to 60"),
+        ("embed", "-ngl 99 -fa on -t 4"),
+        ("perplexity", "-ngl 99 -fa 1 -b 512"),
+        ("imatrix", "-ngl 99 -fa on -t 4"),
+    ],
+)
+def test_the_other_commands_take_those_of_theirs(
+    command: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the model, which there is not: an option that is none would be named before."""
+    text = {"embed": ["Hi"], "perplexity": ["--tokens", "1,2,3"], "imatrix": ["--tokens", "1,2,3", "-o", "x.gguf"]}.get(command, [])
+    assert call(monkeypatch, main.main, command, *line.split(), "-m", "/nope.gguf", *text) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("vkback: ") and first.endswith(" mean nothing here") and "-ngl" in first
+    assert second.startswith(f"vkback: error: model {Path('/nope.gguf')}: no such file.")
+
+
+def test_numbers_below_the_least_mean_what_llama_cpp_means(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """-n -1: as many as fit; -s -1: any seed, which the result tells."""
+    assert call(monkeypatch, main.main, "run", "Hi", "-n", "-1", "-c", "64") == 0
+    assert engine.calls[-1] == ("generate", 64 - 2, True) or engine.calls[-1] == ("generate", 64 - 1, True)
+    seeds = set()
+    for _ in range(4):
+        capsys.readouterr()
+        assert call(monkeypatch, main.main, "run", "Hi", "-n", "2", "-s", "-1", "--json") == 0
+        seeds.add(json.loads(capsys.readouterr().out)["seed"])
+    assert len(seeds) > 1, "four of 32 bits are the same once in 10 ** 28"
+
+
+@pytest.mark.parametrize(("asked", "rows"), [("0", 131072), ("64", 64)])
+def test_a_context_of_0_is_the_trained_one(
+    asked: str, rows: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["graph", "--shape", "llama-1b-Q4_K_S", "--layers", "0:1", "--format", "json", "-c", asked]
+    assert call(monkeypatch, main.main, *line) == 0
+    assert json.loads(capsys.readouterr().out)["n_ctx"] == rows
+    shape = Model.of(outline("llama-1b-Q4_K_S"))
+    assert [shape.context(given) for given in (int(asked), None)] == [rows, 4096]
+
+
+def test_escapes_stand_for_characters_where_they_are_asked_for(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = r"a\nb\x41\xc3\xa9\\n\q"
+    assert call(monkeypatch, main.main, "run", typed, "-n", "1", "-e") == 0
+    assert capsys.readouterr().out == "a\nbA\u00e9\\n\\qn\n"
+    assert call(monkeypatch, main.main, "run", typed, "-n", "1") == 0
+    assert capsys.readouterr().out == typed + "n\n"
+    assert call(monkeypatch, main.main, "run", typed, "-n", "1", "--no-display-prompt") == 0
+    assert capsys.readouterr().out == "n\n"
+    assert call(monkeypatch, main.main, "run", r"\xff", "-e") == 2
+    assert "with --escape, the text b'\\xff': not UTF-8 text" in capsys.readouterr().err
+
+
+def test_utf_8_is_text_where_the_system_s_encoding_is_ascii(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = "日本 ü".encode().decode("ascii", "surrogateescape")  # what Python makes of it under LC_ALL=POSIX
+    assert call(monkeypatch, main.main, "run", typed, "-n", "1") == 0
+    assert capsys.readouterr().out == "日本 ün\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders, and seldom allows links")
+def test_what_is_no_file_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "link.gguf").symlink_to("gone.gguf")
+    for name, said in (("pipe.gguf", "a pipe or a device, expected a file"), ("link.gguf", "a link to gone.gguf, which is no file")):
+        assert call(monkeypatch, main.main, "run", "x", "-m", str(tmp_path / name)) == 2
+        assert f"{name}: {said}" in capsys.readouterr().err
 
 
 def test_values_that_look_like_options_are_values(

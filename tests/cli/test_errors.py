@@ -76,7 +76,7 @@ def run(model: str | Path, *more: str | Path) -> tuple[str | Path, ...]:
     [
         ("runn", "No such command 'runn'. Did you mean 'run'? vkback --help tells more"),
         ("run", "no text to continue; give one, as vkback run 'Once upon a time', -p TEXT, -f FILE, or -p - for stdin"),
-        ("run -p x -n 0", "vkback run --help tells more"),
+        ("run -p x -n -3", "vkback run --help tells more"),
         ("plan --tokns 3", "No such option: --tokns. Did you mean --tokens? vkback plan --help tells more"),
         ("synth", "synth needs a name and a file"),
     ],
@@ -294,9 +294,9 @@ def test_a_token_id_out_of_range(token: int, engine: Engine) -> None:
 
 
 @pytest.mark.vulkan
-def test_a_context_of_no_rows() -> None:
-    with pytest.raises(ModelError, match=r"^\[model\] ctx is 0 \(int\), expected a whole number, 1 or more, or None$"):
-        Engine.load(DENSE, n_ctx=0)
+def test_a_context_of_fewer_than_no_rows() -> None:
+    with pytest.raises(ModelError, match=r"^\[model\] ctx is -1 \(int\), expected a whole number, 0 or more, or None$"):
+        Engine.load(DENSE, n_ctx=-1)
 
 
 def one_float(name: str, at: int, value: float, code: str = "f") -> Callable[[bytearray], None]:

@@ -121,7 +121,7 @@ def load(
 
     device    a `vkback.Device`; index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU; a list of these, or a text with
               commas between them: each has some of the layers, in this order (docs/several_devices.md)
-    ctx       tokens of the context; default: as trained, at most 4096
+    ctx       tokens of the context; 0: as trained; default: as trained, at most 4096
     act       "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch    tokens of a prompt processed at once, at most
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0": what keys and values are kept as

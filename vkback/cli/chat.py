@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from vkback.cli.sampling import (
     TopKOption,
     TopPOption,
     check_bias,
+    generate_options,
     logit_bias,
     with_samplers,
 )
@@ -42,6 +43,7 @@ from vkback.cli.shell import (
     DraftPMinOption,
     ExactOption,
     ExpertCacheOption,
+    FlashAttnOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
@@ -55,6 +57,7 @@ from vkback.cli.shell import (
     UsageError,
     adapters_of,
     bars,
+    flash_attn_of,
     load_model,
     load_options,
     model_path,
@@ -88,6 +91,10 @@ FENCE = '"""'
 SEED_BITS = 31
 
 
+TemplateOption = Annotated[
+    str | None,
+    typer.Option("--chat-template", "--chat-template-file", help="plain, chatml, or a file with a jinja2 template, for the model's own."),
+]
 TemplateKwargsOption = Annotated[
     str | None,
     typer.Option("--chat-template-kwargs", metavar="JSON", help="Variables of the chat template, as '{\"enable_thinking\": false}'."),
@@ -97,18 +104,23 @@ TemplateKwargsOption = Annotated[
 @with_samplers
 def chat(
     model: ModelOption = None,
-    system: Annotated[str | None, typer.Option("-sys", "--system", help="What the model is told before the conversation.")] = None,
-    template: Annotated[
-        str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
+    system: Annotated[
+        str | None, typer.Option("-sys", "--system", "--system-prompt", help="What the model is told before the conversation.")
     ] = None,
+    template: TemplateOption = None,
     template_kwargs: TemplateKwargsOption = None,
-    n: Annotated[int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens of a reply at most [default: as fit].")] = None,
+    n: Annotated[
+        int | None, typer.Option("-n", "--n-predict", "--predict", min=-2, help="Tokens of a reply at most; -1: as fit [default: -1].")
+    ] = None,
     temp: TempOption = 0.8,
     top_k: TopKOption = 40,
     top_p: TopPOption = 0.95,
     min_p: MinPOption = 0.05,
     seed: Annotated[
-        int | None, typer.Option("-s", "--seed", min=0, help="The same seed gives the same replies [default: another each time, printed].")
+        int | None,
+        typer.Option(
+            "-s", "--seed", min=-1, help="The same seed gives the same replies; -1 for any [default: another each time, printed]."
+        ),
     ] = None,
     repeat_penalty: RepeatOption = 1.0,
     presence_penalty: PresenceOption = 0.0,
@@ -127,6 +139,7 @@ def chat(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    flash_attn: FlashAttnOption = "auto",
     spec_type: SpecTypeOption = None,
     model_draft: ModelDraftOption = None,
     draft_max: DraftMaxOption = None,
@@ -144,7 +157,7 @@ def chat(
     read. /help lists what else may be typed; Ctrl-C ends a reply and not the program."""
     added = logit_bias(bias)
     given = {
-        "max_tokens": n,
+        "max_tokens": None if n is not None and n < 0 else n,
         "temperature": temp,
         "top_k": top_k,
         "top_p": top_p,
@@ -157,7 +170,7 @@ def chat(
         "logit_bias": dict(added),
         **samplers,
     }
-    options = cast("GenerateOptions", given)
+    options = generate_options(given)
     chosen = template_text(template)
     variables = template_variables(template_kwargs)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
@@ -172,6 +185,7 @@ def chat(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
+        flash_attn=bool(flash_attn_of(flash_attn)),
         spec_type=spec_type,
         model_draft=model_draft,
         draft_max=draft_max,
@@ -184,7 +198,7 @@ def chat(
     )
     with load_model(model_path(model), device, how) as loaded:
         interrupts = NotedInterrupts()
-        conversation = Conversation(loaded, chosen, system, options, interrupts, seed, variables)
+        conversation = Conversation(loaded, chosen, system, options, interrupts, None if seed == -1 else seed, variables)
         check_bias(added, loaded.n_vocab)
         conversation.check()
         if told := told_format(loaded, chosen):

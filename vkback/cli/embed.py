@@ -16,6 +16,7 @@ from vkback.cli.shell import (
     ContextOption,
     DeviceOption,
     ExactOption,
+    FlashAttnOption,
     JsonOption,
     LoraOption,
     LoraScaledOption,
@@ -25,6 +26,7 @@ from vkback.cli.shell import (
     UsageError,
     adapters_of,
     bars,
+    flash_attn_of,
     load_model,
     load_options,
     model_path,
@@ -75,6 +77,7 @@ def embed(
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
     exact: ExactOption = False,
+    flash_attn: FlashAttnOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Vectors of texts, to stdout; as text with the cosines between them. Options are named as llama-embedding names them."""
@@ -94,6 +97,7 @@ def embed(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact,
+        flash_attn=bool(flash_attn_of(flash_attn)),
         lora=adapters_of(lora, lora_scaled, lora_scale),
         progress=bars(),
     )

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import typer
 
-from vkback.cli.shell import VersionOption, add_command, asked_for, new_app, run
+from vkback.cli.llama_options import ChatCommand, LlamaCommand, RunCommand, ServeCommand
+from vkback.cli.shell import Command, VersionOption, add_command, asked_for, new_app, run
 
 COMMANDS = {
     "devices": ("devices:devices", "List the Vulkan devices; --report for a bug report."),
@@ -42,6 +43,14 @@ COMMANDS = {
 }
 """The file of each command in this folder and its function, and what `vkback --help` says of it, in its order: 62 characters at most."""
 
+OF_LLAMA: dict[str, type[Command]] = {
+    "run": RunCommand,
+    "chat": ChatCommand,
+    "serve": ServeCommand,
+    **dict.fromkeys(("embed", "perplexity", "imatrix"), LlamaCommand),
+}
+"""Those that take command lines of llama.cpp's programs."""
+
 
 def top(ctx: typer.Context, version: VersionOption = False) -> None:
     if ctx.invoked_subcommand is None:
@@ -55,7 +64,8 @@ def app_of(asked: str | None = None) -> typer.Typer:
     for name, (place, summary) in COMMANDS.items():
         file, _, function = place.partition(":")
         wanted = asked in (None, name)
-        add_command(app, getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed, name, summary)
+        command = getattr(import_module(f"vkback.cli.{file}"), function) if wanted else _listed
+        add_command(app, command, name, summary, OF_LLAMA.get(name, Command))
     return app
 
 

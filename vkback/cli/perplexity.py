@@ -19,6 +19,7 @@ from vkback.cli.shell import (
     CacheTypeKOption,
     CacheTypeVOption,
     ExactOption,
+    FlashAttnOption,
     JsonOption,
     LoraOption,
     LoraScaledOption,
@@ -28,6 +29,7 @@ from vkback.cli.shell import (
     UsageError,
     adapters_of,
     bars,
+    flash_attn_of,
     load_model,
     load_options,
     model_path,
@@ -46,7 +48,7 @@ def perplexity(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The text, UTF-8.")] = None,
     tokens: TokensOption = None,
     model: ModelOption = None,
-    chunk: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
+    chunk: Annotated[int, typer.Option("-c", "--ctx", "--ctx-size", min=4, help="Tokens of a chunk; its second half is scored.")] = 512,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Chunks at most [default: all of the text].")] = None,
     parallel: Annotated[
         int | None,
@@ -60,6 +62,7 @@ def perplexity(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactOption = False,
+    flash_attn: FlashAttnOption = "auto",
     lora: LoraOption = None,
     lora_scaled: LoraScaledOption = None,
     lora_scale: LoraScaleOption = None,
@@ -85,7 +88,15 @@ def perplexity(
         inputs = (file, path, kl_base, *(each.path for each in adapters))
         output_file(save_kl_base, "--save-kl-base", *(given for given in inputs if given is not None))
     options = load_options(
-        ctx=chunk, act=act, ubatch=ubatch, cache_type_k=cache_type_k, cache_type_v=cache_type_v, exact=exact, lora=adapters, progress=bars()
+        ctx=chunk,
+        act=act,
+        ubatch=ubatch,
+        cache_type_k=cache_type_k,
+        cache_type_v=cache_type_v,
+        exact=exact,
+        flash_attn=bool(flash_attn_of(flash_attn)),
+        lora=adapters,
+        progress=bars(),
     )
     where = workers_of(device, None, None, None)
     if where is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +25,7 @@ from vkback.cli.sampling import (
     TopKOption,
     TopPOption,
     check_bias,
+    generate_options,
     logit_bias,
     with_samplers,
 )
@@ -65,7 +67,6 @@ from vkback.cli.shell import (
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
-    from vkback.api import GenerateOptions
     from vkback.engine.engine import Engine
 
 DEFAULT_TOKENS = 128
@@ -77,9 +78,16 @@ def generate(
     given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The same as an option; - reads stdin.")] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", metavar="FILE", help="A file with it, in UTF-8; - reads stdin.")] = None,
     given_ids: TokensOption = None,
+    escapes: Annotated[
+        bool, typer.Option("-e", "--escape/--no-escape", help="In a text, \\n, \\t, \\xHH, ... stand for characters, as in llama.cpp.")
+    ] = False,
+    display: Annotated[bool, typer.Option("--display-prompt/--no-display-prompt", help="Begin with the text that was given.")] = True,
     model: ModelOption = None,
     n: Annotated[
-        int | None, typer.Option("-n", "--n-predict", min=1, help="Tokens to generate at most [default: 128, or as fit the context].")
+        int | None,
+        typer.Option(
+            "-n", "--n-predict", "--predict", min=-2, help="Tokens to generate at most; -1: as fit the context [default: 128, or as fit]."
+        ),
     ] = None,
     temp: TempOption = 0.8,
     top_k: TopKOption = 40,
@@ -123,18 +131,19 @@ def generate(
     ids: list[int] = []
     if given_ids is None:
         prompt = prompt_text(words or (), given, file)
+        prompt = unescaped(prompt) if escapes else prompt
     elif words or given is not None or file is not None:
         raise UsageError("--tokens and a text exclude each other: each is what to continue")
     else:
         prompt, ids = "", token_ids(given_ids)
     added = logit_bias(bias)
     asked = {
-        "max_tokens": DEFAULT_TOKENS if n is None else n,
+        "max_tokens": DEFAULT_TOKENS if n is None else n if n >= 0 else None,
         "temperature": temp,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
-        "seed": seed,
+        "seed": None if seed < 0 else seed,
         "stop": stop or [],
         "repeat_penalty": repeat_penalty,
         "presence_penalty": presence_penalty,
@@ -143,7 +152,7 @@ def generate(
         "logit_bias": dict(added),
         **samplers,
     }
-    options = cast("GenerateOptions", asked)
+    options = generate_options(asked)
     how = load_options(
         ctx=ctx,
         tensor_split=shares(tensor_split),
@@ -189,6 +198,7 @@ def generate(
         engine = loaded.engine
         decoder, only_ids = engine.tokenizer.stream(), not engine.model.has_text
         shown = ",".join(map(str, ids)) if only_ids else prompt or "".join(map(decoder.feed, ids))
+        shown = shown if display else ""
         with loaded.stream(ids, **options) as stream:
             for chunk in stream:
                 if not as_json:
@@ -208,7 +218,7 @@ def generate(
                     "device": ", ".join(device.caps.name for device in engine.devices),
                     "build_commit": commit,
                     "build_number": number,
-                    "seed": seed,
+                    "seed": result.seed,
                     "prompt": prompt if given_ids is None else None,
                     "prompt_tokens": ids,
                     "text": result.text,
@@ -256,6 +266,21 @@ def prompt_text(words: Sequence[str], given: str | None, file: Path | None) -> s
     if not text:
         raise UsageError(f"{named} is empty; give a text to continue, as -p 'Once upon a time'")
     return text
+
+
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
+
+def unescaped(text: str) -> str:
+    """A text in which \\n, \\r, \\t, \\', \\", \\\\ and \\xHH stand for characters, as of llama.cpp's --escape; bytes of \\x are UTF-8."""
+
+    def character(found: re.Match[bytes]) -> bytes:
+        if found[1][:1] == b"x":
+            return bytes([int(found[1][1:], 16)])
+        return ESCAPES[found[1].decode()].encode()
+
+    said = re.sub(rb"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])", character, text.encode())
+    return unicode_text(said.decode("utf-8", "surrogateescape"), "with --escape, the text")
 
 
 def speed(tokens: int, seconds: float, timed: int | None = None) -> str:

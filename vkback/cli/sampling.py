@@ -7,18 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from vkback.cli.shell import UsageError, read_text
 from vkback.errors import VkbackError
 
-TempOption = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")]
+if TYPE_CHECKING:
+    from vkback.api import GenerateOptions
+
+TempOption = Annotated[float, typer.Option("--temp", "--temperature", min=0.0, help="0 takes the most likely token.")]
 TopKOption = Annotated[int, typer.Option(min=0, help="Choose among this many; 0 for all.")]
 TopPOption = Annotated[float, typer.Option(min=0.0, max=1.0, help="Choose among the likeliest that make up this share.")]
 MinPOption = Annotated[float, typer.Option(min=0.0, max=1.0, help="Drop tokens less likely than this share of the likeliest.")]
-SeedOption = Annotated[int, typer.Option("-s", "--seed", min=0, help="The same seed gives the same text.")]
+SeedOption = Annotated[int, typer.Option("-s", "--seed", min=-1, help="The same seed gives the same text; -1 for any.")]
 RepeatOption = Annotated[float, typer.Option("--repeat-penalty", min=1e-3, help="Of tokens that the text has lately had; 1 for none.")]
 PresenceOption = Annotated[float, typer.Option("--presence-penalty", help="Subtracted from their logits; 0 for none.")]
 FrequencyOption = Annotated[float, typer.Option("--frequency-penalty", help="The same for each time they were there; 0 for none.")]
@@ -27,11 +30,13 @@ BiasOption = Annotated[
     list[str] | None,
     typer.Option("-l", "--logit-bias", metavar="ID=VALUE", help="Added to the logit of a token; -inf bans it. May be given again."),
 ]
-StopOption = Annotated[list[str] | None, typer.Option("-r", "--stop", help="Text that ends the generation. May be given again.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("-r", "--stop", "--reverse-prompt", help="Text that ends the generation. May be given again.")
+]
 
 
-def _number(default: float, name: str, help: str, **bounds: Any) -> tuple[Any, Any]:
-    return Annotated[float, typer.Option(name, help=help, **bounds)], default
+def _number(default: float, name: str, help: str, *more: str, **bounds: Any) -> tuple[Any, Any]:
+    return Annotated[float, typer.Option(name, *more, help=help, **bounds)], default
 
 
 def _whole(default: int, name: str, help: str, **bounds: Any) -> tuple[Any, Any]:
@@ -39,8 +44,12 @@ def _whole(default: int, name: str, help: str, **bounds: Any) -> tuple[Any, Any]
 
 
 SAMPLERS = {
-    "typical_p": _number(1.0, "--typical", "Keep the tokens of typical surprise that make up this share; 1 for all.", min=0.0, max=1.0),
-    "top_n_sigma": _number(-1.0, "--top-nsigma", "Drop tokens more than so many standard deviations below the likeliest; -1 for none."),
+    "typical_p": _number(
+        1.0, "--typical", "Keep the tokens of typical surprise that make up this share; 1 for all.", "--typical-p", min=0.0, max=1.0
+    ),
+    "top_n_sigma": _number(
+        -1.0, "--top-nsigma", "Drop tokens more than so many standard deviations below the likeliest; -1 for none.", "--top-n-sigma"
+    ),
     "xtc_probability": _number(0.0, "--xtc-probability", "Chance that the likeliest tokens are left out; 0 for never.", min=0.0, max=1.0),
     "xtc_threshold": _number(0.1, "--xtc-threshold", "How likely those are, of which the least likely stays.", min=1e-9, max=1.0),
     "dynatemp_range": _number(0.0, "--dynatemp-range", "Temperature by the entropy, so much lower and higher than --temp.", min=0.0),
@@ -83,6 +92,8 @@ SAMPLERS = {
         Annotated[str | None, typer.Option("-j", "--json-schema", metavar="JSON", help="The text is JSON of this schema.")],
         None,
     ),
+    "json_schema_file": (Annotated[Path | None, typer.Option("-jf", "--json-schema-file", metavar="FILE", help="A file with it.")], None),
+    "ignore_eos": (Annotated[bool, typer.Option("--ignore-eos", help="Go on after an end-of-text token.")], False),
 }
 """Options that are off by default, by the names of GenerateOptions: samplers, and what the text is held to."""
 
@@ -103,6 +114,32 @@ def with_samplers(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+ELSEWHERE = {
+    "temperature": "--temp",
+    "penalty_last_n": "--repeat-last-n",
+    "max_tokens": "-n",
+    "typical_p": "--typical",
+    "top_n_sigma": "--top-nsigma",
+    "dynatemp_exponent": "--dynatemp-exp",
+    "mirostat_tau": "--mirostat-ent",
+    "mirostat_eta": "--mirostat-lr",
+    "dry_sequence_breakers": "--dry-sequence-breaker",
+}
+"""Options of GenerateOptions that have another name on the command line."""
+
+
+def generate_options(asked: Mapping[str, Any]) -> GenerateOptions:
+    """How a text is made, as the user named it, before a model is loaded. Raises UsageError, which names the option."""
+    from vkback.api.options import Options
+    from vkback.checks import OptionError
+
+    try:
+        Options.of(asked)
+    except OptionError as e:
+        raise UsageError(f"{ELSEWHERE.get(e.name, '--' + e.name.replace('_', '-'))} {e.value}: expected {e.expected}") from e
+    return cast("GenerateOptions", asked)
+
+
 def _asked(options: dict[str, Any]) -> Mapping[str, Any]:
     """Checked as those of Python are. Raises UsageError."""
     from vkback.api.options import Options
@@ -113,14 +150,23 @@ def _asked(options: dict[str, Any]) -> Mapping[str, Any]:
         options["samplers"] = options.pop("sampling_seq")
     if (breakers := options.get("dry_sequence_breakers")) is not None:
         options["dry_sequence_breakers"] = [] if breakers == ["none"] else [b.replace("\\n", "\n").replace("\\t", "\t") for b in breakers]
-    if (file := options.pop("grammar_file", None)) is not None:
-        if "grammar" in options:
-            raise UsageError("--grammar and --grammar-file exclude each other: each gives the grammar")
-        options["grammar"] = read_text(file, "--grammar-file")
+    for name in ("grammar", "json_schema"):
+        option = f"--{name.replace('_', '-')}"
+        if (file := options.pop(f"{name}_file", None)) is not None:
+            if name in options:
+                raise UsageError(f"{option} and {option}-file exclude each other: each gives the {name.rpartition('_')[2]}")
+            options[name] = read_text(file, f"{option}-file")
+    generate_options(options)
+    option = ""
     try:
-        Options.of(options)
+        form = Options.of(options).form
+        if form is not None:
+            from vkback.engine.constraint import check_form
+
+            option = "--grammar: " if "grammar" in options else "--json-schema: "
+            check_form(form)
     except VkbackError as e:
-        raise UsageError(str(e).partition("] ")[2] or str(e)) from e
+        raise UsageError(option + (str(e).partition("] ")[2] or str(e))) from e
     return options
 
 

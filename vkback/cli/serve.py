@@ -9,15 +9,15 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.chat import TemplateKwargsOption, template_text, template_variables, told_format
+from vkback.cli.chat import TemplateKwargsOption, TemplateOption, template_text, template_variables, told_format
 from vkback.cli.embed import PoolingOption, pooling_named
 from vkback.cli.hosts import device_list
 from vkback.cli.interrupts import own_interrupts
-from vkback.cli.sampling import MinPOption, TempOption, TopKOption, TopPOption, with_samplers
+from vkback.cli.sampling import MinPOption, TempOption, TopKOption, TopPOption, generate_options, with_samplers
 from vkback.cli.shell import (
     ActOption,
     CacheTypeKOption,
@@ -31,6 +31,7 @@ from vkback.cli.shell import (
     DraftPMinOption,
     ExactRequestsOption,
     ExpertCacheOption,
+    FlashAttnOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
@@ -43,6 +44,7 @@ from vkback.cli.shell import (
     UsageError,
     adapters_of,
     bars,
+    flash_attn_of,
     load_model,
     load_options,
     model_path,
@@ -51,7 +53,6 @@ from vkback.cli.shell import (
 from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
-    from vkback.api import GenerateOptions
     from vkback.server.app import Limits
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance")
@@ -68,11 +69,9 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="VKBACK_API_KEY", help="What clients must send; better by the variable, which `ps` does not show.")
     ] = None,
-    template: Annotated[
-        str | None, typer.Option("--chat-template", help="plain, chatml, or a file with a jinja2 template, for the model's own.")
-    ] = None,
+    template: TemplateOption = None,
     template_kwargs: TemplateKwargsOption = None,
-    alias: Annotated[str | None, typer.Option(help="What clients call the model [default: its file's name].")] = None,
+    alias: Annotated[str | None, typer.Option("-a", "--alias", help="What clients call the model [default: its file's name].")] = None,
     allowed_hosts: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,7 +86,11 @@ def serve(
     parallel: Annotated[
         int | None,
         typer.Option(
-            min=1, max=64, help="Requests at once, at most [default: as memory allows, up to 64, on CPU drivers and with --exact 8]."
+            "-np",
+            "--parallel",
+            min=-1,
+            max=64,
+            help="Requests at once, at most [default: as memory allows, up to 64, on CPU drivers and with --exact 8].",
         ),
     ] = None,
     ctx_per_sequence: Annotated[
@@ -101,7 +104,9 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused with 429.")] = 32,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that a request may ask for [default: the context].")] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 4 << 20,
-    max_time: Annotated[float, typer.Option(min=0.1, help="Seconds of a request, waiting included.")] = 600.0,
+    max_time: Annotated[
+        float, typer.Option("--max-time", "-to", "--timeout", min=0.1, help="Seconds of a request, waiting included.")
+    ] = 600.0,
     strict: Annotated[bool, typer.Option(help="Refuse fields of requests that there are not.")] = False,
     strict_model: Annotated[bool, typer.Option(help="Refuse other names of a model than this one's.")] = False,
     pooling: PoolingOption = None,
@@ -109,7 +114,9 @@ def serve(
     top_k: TopKOption = 40,
     top_p: TopPOption = 0.95,
     min_p: MinPOption = 0.05,
-    reuse: Annotated[bool, typer.Option(help="Keep what a prompt shares with those before it.")] = True,
+    reuse: Annotated[
+        bool, typer.Option("--reuse/--no-reuse", "--cache-prompt/--no-cache-prompt", help="Keep what a prompt shares with those before it.")
+    ] = True,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
@@ -121,6 +128,7 @@ def serve(
     cache_type_k: CacheTypeKOption = "f16",
     cache_type_v: CacheTypeVOption = "f16",
     exact: ExactRequestsOption = False,
+    flash_attn: FlashAttnOption = "auto",
     spec_type: SpecTypeOption = None,
     model_draft: ModelDraftOption = None,
     draft_max: DraftMaxOption = None,
@@ -139,6 +147,7 @@ def serve(
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/models, /health, /metrics,
     and a chat page at /."""
     require_packages()
+    parallel = None if parallel is not None and parallel < 1 else parallel
     from vkback.server.app import Limits, build_app
     from vkback.server.run import log_to_stderr, run_app
     from vkback.server.worker import Worker
@@ -149,6 +158,7 @@ def serve(
     if ctx_per_sequence is not None and parallel == 1:
         raise UsageError("--ctx-per-sequence is for several requests at once, --parallel is 1; give a larger one, or --ctx alone")
     check_address(host, port)
+    defaults = generate_options({"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, **samplers})
     chosen, variables = template_text(template), template_variables(template_kwargs)
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
@@ -172,6 +182,7 @@ def serve(
         cache_type_k=cache_type_k,
         cache_type_v=cache_type_v,
         exact=exact and "requests",
+        flash_attn=bool(flash_attn_of(flash_attn)),
         spec_type=spec_type,
         model_draft=model_draft,
         draft_max=draft_max,
@@ -219,7 +230,7 @@ def serve(
             strict_model=strict_model,
             cors=cors or (),
             pooling=pooling_named(pooling),
-            defaults=cast("GenerateOptions", {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, **samplers}),
+            defaults=defaults,
         )
         with own_interrupts():  # the server has its own handlers
             run_app(app, worker, host, port, colours=colours_wanted(sys.stderr))

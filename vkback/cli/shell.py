@@ -52,10 +52,17 @@ ModelOption = Annotated[
 ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="NAME", help="A name of vkback synth --list in place of a model: no file is needed.")
 ]
-ContextOption = Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Context in tokens [default: the model's own].")]
-RowsOption = Annotated[int | None, typer.Option("-c", "--ctx", min=1, help="Rows of the KV cache [default: as trained, at most 4096].")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option("-c", "--ctx", "--ctx-size", min=0, help="Context in tokens; 0: as trained [default: as trained, at most 4096]."),
+]
+RowsOption = Annotated[
+    int | None,
+    typer.Option("-c", "--ctx", "--ctx-size", min=0, help="Rows of the KV cache; 0: as trained [default: as trained, at most 4096]."),
+]
 UbatchOption = Annotated[
-    int | None, typer.Option("-ub", "--ubatch", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64].")
+    int | None,
+    typer.Option("-ub", "--ubatch", "--ubatch-size", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64]."),
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 DevicesOption = Annotated[
@@ -368,9 +375,12 @@ def open_streams() -> None:
 
 
 def unicode_text(text: str, named: str) -> str:
-    """`text`, if all of it is characters. Raises UsageError where bytes of a command line or of stdin were none."""
+    """`text`, if all of it is characters, or UTF-8 in an encoding of the system that lacks them (LC_ALL=POSIX). Raises UsageError where
+    bytes of a command line or of stdin were none."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         shown = text.encode("utf-8", "surrogateescape")
+        with suppress(UnicodeDecodeError):
+            return shown.decode("utf-8")
         raise UsageError(f"{named} {shown[:60]!r}{' ...' * (len(shown) > 60)}: not UTF-8 text; convert it, as with iconv -t UTF-8")
     return text
 
@@ -396,7 +406,8 @@ CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 class Command(TyperCommand):
     """A command that understands options as they were meant, or refuses them: -ngl is not -n with the value gl, an option that holds one
-    value, or none, is not given twice (of two values one would be dropped), and what is spelled almost right is named."""
+    value, or none, is not given twice (of two values one would be dropped), nan and inf are no numbers to work with, and what is spelled
+    almost right is named."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         args = hub_marked(args)
@@ -408,7 +419,13 @@ class Command(TyperCommand):
                 if times > 1 and not getattr(param, "multiple", False) and not param.is_eager:
                     name = "/".join(param.opts)
                     raise UsageError(f"{name} is given {times} times, expected once; {ctx.command_path} --help tells more")
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        for param in [] if ctx.resilient_parsing else self.get_params(ctx):
+            value = ctx.params.get(param.name or "")
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, float) and not math.isfinite(each):
+                    ctx.fail(f"Invalid value for '{param.opts[0]}': {each}, expected a finite number")
+        return rest
 
     def _check(self, ctx: Any, args: Sequence[str]) -> None:
         """Raises what typer raises of an option that there is not."""
@@ -508,13 +525,23 @@ def model_path(model: str | None) -> Path:
         except paths.MissingFileError as e:
             raise UsageError(f"model {model}: {e}") from e
     known = [p.stem for p in paths.builtin_models()]
-    wrong = "the name is empty" if not model else "a folder" if path.is_dir() else "no such file"
+    wrong = "the name is empty" if not model else "a folder" if path.is_dir() else _no_file(path)
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
     if model and path.is_dir():
         near = f" `vkback convert {model} model.gguf` writes a folder of safetensors as a GGUF file."
     elif "://" in model or model.startswith("hf:"):
         near = " Download the file first, or give -hf USER/REPO[:TYPE] for a model of Hugging Face."
     raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
+
+
+def _no_file(path: Path) -> str:
+    """What is there in place of a file."""
+    with suppress(OSError, ValueError):
+        if path.exists():
+            return "a pipe or a device, expected a file, which is read from several places at once"
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which is no file"  # noqa: PTH115  as the link has it
+    return "no such file"
 
 
 @contextmanager
@@ -534,7 +561,7 @@ def described_model(model: str | None, shape: str | None) -> Iterator[tuple[Mode
 
 def cache_rows(model: Model, ctx: int | None, tokens: int, depth: int) -> int:
     """Rows of the KV cache: as asked, else as the model was trained. Raises UsageError where a batch behind others does not fit."""
-    n_ctx = ctx or max(model.default_n_ctx, depth + tokens)
+    n_ctx = max(model.default_n_ctx, depth + tokens) if ctx is None else model.context(ctx)
     if depth + tokens > n_ctx:
         raise UsageError(f"--ctx {n_ctx}: {tokens} tokens behind {depth} others need {depth + tokens} rows")
     return n_ctx

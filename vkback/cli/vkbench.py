@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn, cast, get_arg
 import typer
 
 from vkback import paths
-from vkback.cli.bench_llama import BenchCommand
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption, Outputs, SaveOption, StoreOption
 from vkback.cli.hosts import HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
+from vkback.cli.llama_options import BenchCommand
 from vkback.cli.shell import (
     ACTS,
     Command,

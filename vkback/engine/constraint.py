@@ -69,6 +69,41 @@ class Constraint(Protocol):
         """At most so many drafts, and what may come after each: of these tokens, or where one alone may come that one. Changes nothing."""
 
 
+NEEDS = "[json] JSON by schema, or a text by grammar, needs llguidance, which is not installed: pip install 'vkback[json]'"
+
+
+def check_form(form: str | Mapping[str, Any]) -> None:
+    """Raises ConstraintError for a JSON schema, or a Gbnf, that no text of any vocabulary could be held to, or where llguidance is not
+    installed: before a model is loaded."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError as e:
+        raise ConstraintError(NEEDS) from e
+    if wrong := " ".join(LLMatcher.validate_grammar(_grammar_of(form)).split()):
+        raise ConstraintError(f"[json] the {'grammar' if isinstance(form, Gbnf) else 'schema'} cannot be compiled: {wrong}")
+
+
+def _grammar_of(form: str | Mapping[str, Any]) -> str:
+    """In llguidance's own form. Objects of a schema have no properties but those that it names, unless it says so. Raises
+    ConstraintError, which of a Gbnf names the line."""
+    from llguidance import LLMatcher
+
+    from vkback.engine.gbnf import GbnfError, to_lark
+
+    if isinstance(form, Gbnf):
+        try:
+            return LLMatcher.grammar_from_lark(to_lark(form))
+        except GbnfError as e:
+            raise ConstraintError(str(e)) from e
+    text = form if isinstance(form, str) else json.dumps(form)
+    with suppress(ValueError, RecursionError, TypeError):
+        text = json.dumps(closed(json.loads(text)))
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
+    except ValueError as e:
+        raise ConstraintError(f"[json] the schema cannot be read: {e}") from e
+
+
 class JsonGrammar:
     """A vocabulary, ready for schemas. Making one takes 3 us a token of the vocabulary."""
 
@@ -77,9 +112,7 @@ class JsonGrammar:
         try:
             from llguidance import LLTokenizer
         except ImportError as e:
-            raise ConstraintError(
-                "[json] JSON by schema, or a text by grammar, needs llguidance, which is not installed: pip install 'vkback[json]'"
-            ) from e
+            raise ConstraintError(NEEDS) from e
         self._words = mask_words(n_vocab)
         self._vocabulary = _Vocabulary(tokenizer, n_vocab)
         vocabulary: Any = self._vocabulary
@@ -90,27 +123,11 @@ class JsonGrammar:
     def constraint(self, schema: str | Mapping[str, Any]) -> SchemaConstraint:
         """A text of this schema, from its first token on; objects have no properties but those that it names, unless it says so. Raises
         ConstraintError saying what in the schema cannot be had."""
-        from llguidance import LLMatcher
-
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        with suppress(ValueError, RecursionError, TypeError):
-            text = json.dumps(closed(json.loads(text)))
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
-        except ValueError as e:
-            raise ConstraintError(f"[json] the schema cannot be read: {e}") from e
-        return self._compiled(grammar, "schema")
+        return self._compiled(_grammar_of(schema), "schema")
 
     def of_gbnf(self, grammar: str) -> SchemaConstraint:
         """A text of a grammar in llama.cpp's language. Raises ConstraintError, which names the line."""
-        from llguidance import LLMatcher
-
-        from vkback.engine.gbnf import GbnfError, to_lark
-
-        try:
-            return self._compiled(LLMatcher.grammar_from_lark(to_lark(grammar)), "grammar")
-        except GbnfError as e:
-            raise ConstraintError(str(e)) from e
+        return self._compiled(_grammar_of(Gbnf(grammar)), "grammar")
 
     def knows(self, schema: Mapping[str, Any]) -> bool:
         """Whether a text can be held to a schema."""

@@ -178,7 +178,7 @@ class Engine:
         self.model = model
         self._options = options
         self.cache_types = cache = cache_types(model, options)
-        n_ctx = options.ctx or model.default_n_ctx
+        n_ctx = model.context(options.ctx)
         self.device = device
         self.n_past = 0
         self._fed: list[int] = []  # tokens so far

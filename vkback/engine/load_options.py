@@ -36,7 +36,7 @@ many go with it."""
 class LoadOptions:
     """Raises OptionError for a value of a wrong kind, AdapterError for adapters that are none.
 
-    ctx     tokens of the context, rows of the KV cache; None: as trained, at most 4096
+    ctx     tokens of the context, rows of the KV cache; None: as trained, at most 4096; 0: as trained
     act     "auto", "f32" (float path) or "q8_1" (integer dot wherever there is a kernel)
     ubatch  tokens of a prompt that go through the weights at once, at most; None: 512, on CPU drivers 64
     cache_type_k, cache_type_v  "f16", "f32", "q8_0" or "q4_0", in any case: what keys and values are kept as
@@ -91,9 +91,9 @@ class LoadOptions:
     progress: Report | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ctx", "ubatch", "sequences"):
-            value = getattr(self, name)
-            self._set(name, None if value is None else checks.whole(name, value, "a whole number, 1 or more, or None", 1))
+        for name, least in (("ctx", 0), ("ubatch", 1), ("sequences", 1)):
+            value, expected = getattr(self, name), f"a whole number, {least} or more, or None"
+            self._set(name, None if value is None else checks.whole(name, value, expected, least))
         for name in ("cache_type_k", "cache_type_v"):
             value = getattr(self, name)
             self._set(name, checks.choice(name, value.lower() if isinstance(value, str) else value, CACHE_WORDS))

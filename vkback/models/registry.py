@@ -207,6 +207,10 @@ class Model:
         """Rows of the KV cache unless somebody asks for others: the trained context, at most DEFAULT_N_CTX."""
         return min(self.hp.n_ctx_train, DEFAULT_N_CTX)
 
+    def context(self, asked: int | None) -> int:
+        """Rows of the KV cache as `LoadOptions.ctx` asks for them."""
+        return self.default_n_ctx if asked is None else asked or self.hp.n_ctx_train
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Of a file without vocabulary one that knows ids alone. Raises TokenizerError for a broken vocabulary, or one of another kind."""

@@ -33,7 +33,7 @@ LOGITS = "result_output"
 
 def token_graph(model: Model, n_ctx: int | None = None) -> Graph:
     """One token and the choice of the next, as generation runs it."""
-    graph = model.graph(1, n_ctx or model.default_n_ctx, head="last")
+    graph = model.graph(1, model.context(n_ctx), head="last")
     add_sampler(graph, greedy=True)
     return graph
 
@@ -45,7 +45,7 @@ def is_barrier_free(model: Model, ctx: LowerContext) -> bool:
 
 def fitting_depth(model: Model, n_ctx: int | None, depth: int) -> int:
     """The depth at which tokens are timed: as requested, with room left in the cache for those that are timed."""
-    return min(depth, (n_ctx or model.default_n_ctx) - 2 * TOKENS_PER_SUBMIT)
+    return min(depth, model.context(n_ctx) - 2 * TOKENS_PER_SUBMIT)
 
 
 class Tokens:

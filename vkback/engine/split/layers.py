@@ -87,7 +87,7 @@ def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, c
     asked for, one that one of the devices would run faster alone."""
     name, layers, count = model.file.path.name, model.hp.n_layer, len(devices)
     _check(model, options, name)
-    n_ctx = options.ctx or model.default_n_ctx
+    n_ctx = model.context(options.ctx)
     places = cuttable(model.graph(2, n_ctx, head="all", cache=cache), layers, 2)
     if len(places) < count - 1:
         raise SplitError(
