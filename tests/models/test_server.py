@@ -581,7 +581,24 @@ def test_errors_name_what_is_wrong(served: Served) -> None:
     assert served.post("/v1/completions", prompt="x", model="gpt").status_code == 404
     assert served.client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
     assert served.client.post("/v1/completions", content=b" " * 200_000, headers={"Content-Type": "application/json"}).status_code == 413
-    assert served.client.get("/v1/nothing").json()["error"]["code"] and served.client.get("/v1/completions").status_code == 405
+
+
+@pytest.mark.vulkan
+def test_a_path_that_is_none_gets_the_names_of_those_that_are(served: Served) -> None:
+    for path, near in (
+        ("/v1/chat/completion", " Did you mean /v1/chat/completions?"),
+        ("/api/chat", " Ollama's API is not served:"),
+        ("/x", ""),
+    ):
+        reply = served.post(path, messages=MESSAGES)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (404, "unknown_endpoint")
+        assert error["message"].startswith(f"[server] POST {path}: there is no such endpoint.{near}")
+        assert "There are /v1/chat/completions, " in error["message"]
+    error = served.client.get("/v1/completions")
+    assert error.status_code == 405 and error.json()["error"]["message"] == "[server] GET /v1/completions: this endpoint takes POST"
+    assert served.client.get("/v1/messages").json()["type"] == "error", "Anthropic's form"
+    assert served.text(**GREEDY, prompt=PROMPT)["choices"] == served.post("/completions", **GREEDY, prompt=PROMPT).json()["choices"]
 
 
 @pytest.mark.vulkan

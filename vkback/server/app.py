@@ -33,6 +33,7 @@ from vkback.api import ChatTemplateError, Chunk, GenerateOptions, LoadedAdapter,
 from vkback.api.best_of import likeliest
 from vkback.api.errors import ContextLengthError
 from vkback.api.model import MOVED_SYSTEM, ChatPrompt
+from vkback.errors import did_you_mean
 from vkback.gguf.vocabularies import TokenizerError
 from vkback.models.texts import Pooling
 from vkback.server import anthropic_messages, replies, request_log, schema
@@ -43,12 +44,14 @@ from vkback.server.errors import (
     BodyTimeout,
     BodyTooLarge,
     ContextTooLong,
+    NoEndpoint,
     NotJson,
     ServerError,
     Unauthorized,
     Unavailable,
     UnknownModel,
     WrongHost,
+    WrongMethod,
 )
 from vkback.server.forms import OtherForms
 from vkback.server.llama_cpp import Native, require_fill
@@ -138,6 +141,8 @@ def build_app(
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/chat/completions", server.chat, methods=["POST"]),  # of clients whose address ends before /v1, as llama-server has it
+            Route("/completions", server.completions, methods=["POST"]),
+            Route("/responses", forms.responses, methods=["POST"]),
             Route("/models", server.models),
             Route("/v1/responses", forms.responses, methods=["POST"]),
             Route("/v1/responses/{id}", forms.response, methods=["GET", "DELETE"]),
@@ -207,8 +212,20 @@ async def on_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """No such path, or another method."""
     assert isinstance(error, HTTPException)
-    body = replies.error_body(BadRequest(f"[server] {request.method} {request.url.path}: {error.detail}"))
-    return JSONResponse(body, error.status_code, error.headers)
+    path, takes = request.url.path, (error.headers or {}).get("Allow", "")
+    if error.status_code == 405:
+        said: BadRequest = WrongMethod(f"[server] {request.method} {path}: this endpoint takes {takes}")
+    elif error.status_code == 404:
+        own = [route.path for route in request.app.routes if "{" not in route.path]
+        openai = ", ".join(sorted(each for each in own if each.startswith("/v1/")))
+        near = did_you_mean(path, own)
+        if path.startswith("/api/"):
+            near = " Ollama's API is not served: let a client of OpenAI's API use this address, with /v1 behind it."
+        said = NoEndpoint(f"[server] {request.method} {path}: there is no such endpoint.{near} There are {openai}, and llama-server's own")
+    else:
+        said = BadRequest(f"[server] {request.method} {path}: {error.detail}")
+    form = anthropic_messages if path.startswith("/v1/messages") else replies
+    return JSONResponse(form.error_body(said), error.status_code, error.headers)
 
 
 async def on_fault(request: Request, error: Exception) -> Response:

@@ -46,6 +46,20 @@ class UnknownModel(BadRequest):
     code = "model_not_found"
 
 
+class NoEndpoint(BadRequest):
+    """A path that nothing answers to."""
+
+    status = 404
+    code = "unknown_endpoint"
+
+
+class WrongMethod(BadRequest):
+    """Another method than the endpoint takes."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
 class ContextTooLong(BadRequest):
     """More tokens than the context has. The words are OpenAI's, since clients look for them, and
     some for the code in the words."""
