@@ -6,7 +6,7 @@ tables are queried as for one token, and choices that exist only for one token, 
 - Products use the GEMV kernels, up to 16 tokens per read of the weights. Lanes, units per lane and the order in which their sums are
   added do not depend on the number of columns; experts are summed in the order of their choice.
 - Attention has separate workgroups for each token. Where the rows of the cache are split depends on the token's position only.
-- Delta nets go token by token: chunks of tokens add in another order.
+- Delta nets and Mamba-2 scans go token by token: chunks of tokens add in another order.
 - Norm, RoPE and store are separate stages for one token, too: in a GEMV's prologue a norm rounds differently, and attention that stores
   its own row adds it in another order.
 - A program that makes no logits is fused as if it made them: `without_logits`.
@@ -34,6 +34,7 @@ STAGES: Mapping[str, Mapping[str, Any]] = {
     "gemm": {"kernel": "gemv"},
     "attention": {"kernel": "decode"},
     "delta_net": {"kernel": "scan"},
+    "ssm_scan": {"kernel": "scan"},
 }
 """Parameters that stay the same for any number of tokens, whatever the tables say."""
 

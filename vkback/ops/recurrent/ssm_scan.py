@@ -1,4 +1,5 @@
-"""SSM_SCAN and SSM_CONV_SCAN (shaders/ssm/scan.comp): the recurrence of Mamba-2, gated, with its state.
+"""SSM_SCAN and SSM_CONV_SCAN (shaders/ssm/scan.comp): the recurrence of Mamba-2, gated, with its state. Many tokens may go in chunks
+(scan_chunks.py).
 
     SSM_SCAN       xbc F32 [n, channels] (SSM_CONV), zx F32 [n, inner + channels + n_head], a, d, dt_bias F32 [n_head], pos I32 [n],
                    state F32 [slots, n_head, head_dim, d_state] -> y F32 [n, inner], state
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -35,11 +36,13 @@ from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.cost import Cost, times, total
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push
-from vkback.ops.family import declare
+from vkback.ops.family import Choice
 from vkback.ops.ggml_only import ssm as ssm_sequences
 from vkback.ops.glu import SIGMOID_COST, sigmoid
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import Op, register
+from vkback.ops.recurrent.scan_chunks import ChunkShape, chunk_shape, lower_chunks
+from vkback.ops.recurrent.scan_heads import Heads
 from vkback.ops.recurrent.ssm_conv import (
     check_slots,
     columns_with_drafts,
@@ -54,50 +57,25 @@ from vkback.ops.storage import nbytes
 from vkback.ops.workgroup import Defines, power_of_two, reduction
 from vkback.shader import Variant
 
-declare(
-    "ssm_scan",
-    match={"n": "number", "n_head": "number", "head_dim": "number", "d_state": "number"},
-    params={
-        "lanes": (1, 2, 4, 8, 16, 32),  # threads that share a row of the state
-        "rows": (1, 2, 4, 8, 16, 32, 64),  # rows of a head in a workgroup
-    },
-)
-
 TILE = 16
 """Tokens whose B, C and factors lie in shared memory at once."""
 
+KEEPING = "the state after each token is kept"
+"""Why chunks, which have the states between them alone, cannot be taken."""
 
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of a recurrence, from its state and its number of groups."""
 
-    n: int
-    dim: int
-    d_state: int
-    n_group: int
+def _choice(ctx: LowerContext, heads: Heads, n: int) -> Choice:
+    return ctx.tuning.pick("ssm_scan", n=n, n_head=heads.n, head_dim=heads.dim, d_state=heads.d_state)
 
-    @classmethod
-    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
-        *_, n, dim, d_state = state.shape
-        return cls(n, dim, d_state, int(params["n_group"]))
 
-    @property
-    def inner(self) -> int:
-        return self.n * self.dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.n_group * self.d_state
-
-    @property
-    def width(self) -> int:
-        """Of a row of zx."""
-        return self.inner + self.channels + self.n
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one slot."""
-        return 4 * self.inner * self.d_state
+def chunks_for(node: Node, ctx: LowerContext) -> tuple[ChunkShape | None, str]:
+    """The chunks in which an SSM_SCAN is run by the tables of a context; None: token by token, and why where the tables want chunks."""
+    heads = Heads.of(node.outputs[1], node.params)
+    choice = _choice(ctx, heads, node.outputs[0].shape[0])
+    if choice["kernel"] != "chunks":
+        return None, ""
+    chunks = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
+    return (chunks, "") if isinstance(chunks, ChunkShape) else (None, chunks)
 
 
 def scanned(
@@ -134,6 +112,16 @@ class _Scan(Op):
             "100 * 3 * 2^-24 of a state are 1.8e-5, NMSE 3e-10; sums of unlike signs are that much off their terms, not themselves",
         )
 
+    def _heads(self, node: Node, zx: Tensor, state: Tensor) -> Heads:
+        """Sizes, once all shapes go together. Raises PlanError."""
+        heads, y, n = Heads.of(state, node.params), node.outputs[0], zx.shape[0]
+        if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
+            raise PlanError(
+                f"[{self.name}] {node.name}: {zx}, {state}, {heads.n_group} groups to {y}: expected rows of {heads.width}, heads a "
+                "multiple of the groups, and a d_state that is a multiple of 4"
+            )
+        return heads
+
     def _dispatch(
         self,
         node: Node,
@@ -148,15 +136,9 @@ class _Scan(Op):
     ) -> Dispatch:
         """rest: what stands between zx and pos. conv: the convolution's state where it is part of the op. slots: the tokens' sequences;
         draws: which of its tokens they are."""
-        heads, keep = Heads.of(state, node.params), bool(node.params.get("keep")) or draws is not None
+        heads, keep = self._heads(node, zx, state), bool(node.params.get("keep")) or draws is not None
         y, n = node.outputs[0], zx.shape[0]
-        if zx.shape != (n, heads.width) or heads.n % heads.n_group or heads.d_state % 4 or y.elements != n * heads.inner:
-            raise PlanError(
-                f"[{self.name}] {node.name}: {zx}, {state}, {heads.n_group} groups to {y}: expected rows of {heads.width}, heads a "
-                "multiple of the groups, and a d_state that is a multiple of 4"
-            )
-        choice = ctx.tuning.pick("ssm_scan", n=n, n_head=heads.n, head_dim=heads.dim, d_state=heads.d_state)
-        caps = ctx.caps
+        choice, caps = _choice(ctx, heads, n), ctx.caps
         # A lane holds four values of the state, so more lanes than that would be idle.
         lanes = min(choice["lanes"], 1 << ((heads.d_state // 4).bit_length() - 1))
         rows = min(choice["rows"], power_of_two(heads.dim))
@@ -252,7 +234,12 @@ class SsmScan(_Scan):
         if "sequences" in node.params:
             return ssm_sequences.lower(node, ctx)
         xbc, zx, a, d, dt_bias, pos, state = node.inputs
-        return [self._dispatch(node, ctx, zx, pos, state, None, (xbc, a, d, dt_bias))]
+        heads = self._heads(node, zx, state)
+        chunks, why = chunks_for(node, ctx)
+        if chunks is not None:
+            return lower_chunks(node, heads, chunks, _choice(ctx, heads, zx.shape[0]).source)
+        scan = self._dispatch(node, ctx, zx, pos, state, None, (xbc, a, d, dt_bias))
+        return [dataclasses.replace(scan, reason=f"{scan.reason}; no chunks: {why}") if why else scan]
 
     def cases(self) -> Iterator[Case]:
         for n, pos0, padding in ((1, 0, 0), (1, 8, 0), (2, 7, 0), (5, 1, 0), (16, 0, 3), (17, 12, 0), (40, 33, 23), (4, 9, 4)):
@@ -262,6 +249,14 @@ class SsmScan(_Scan):
         for n, pos0, padding in ((4, 0, 0), (4, 6, 0), (8, 30, 5), (1, 9, 0)):
             yield self.build_case(n, 4, 20, 16, n_group=2, pos0=pos0, padding=padding, slots=9, keep=True)
         yield self.build_case(40, 4, 20, 16, n_group=2, pos0=3, slots=9)
+        # Chunks that end within padding, with the last token, and behind it; rows and columns that no thread's share divides.
+        chunks = partial(Case.where, kernel="chunks")
+        yield chunks(self.build_case(40, 3, 8, 16, pos0=33, padding=23), chunk=16, rows=16, columns=16, tokens=1)
+        yield chunks(self.build_case(64, 6, 12, 36, n_group=2), chunk=32, rows=16, columns=32, tokens=2)
+        yield chunks(self.build_case(70, 4, 20, 20, n_group=2, pos0=2), chunk=64, rows=8, columns=16, tokens=2)
+        yield chunks(self.build_case(33, 6, 64, 128, n_group=3, pos0=5, padding=1), chunk=32, rows=32, columns=64, tokens=4)
+        yield chunks(self.build_case(130, 2, 128, 256, n_group=1), chunk=64, rows=32, columns=64, tokens=4)
+        yield chunks(self.build_case(17, 4, 20, 16, n_group=2, pos0=4, slots=9), chunk=16, rows=32, columns=16, tokens=4)
         yield from ssm_sequences.scan_cases()
 
     def full_cases(self) -> Iterator[Case]:
@@ -269,6 +264,11 @@ class SsmScan(_Scan):
             (1, 2, 15, 64, 512), ((1, 1, 4, 1), (4, 12, 8, 4), (2, 33, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)), (0, 3)
         ):
             yield self.build_case(n, n_head, head_dim, d_state, n_group, pos0, padding=n // 3)
+        for n, (n_head, head_dim, d_state, n_group), chunk, (rows, columns, tokens) in product(
+            (15, 100), ((4, 12, 8, 4), (2, 36, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)), (16, 32, 64), ((8, 16, 1), (32, 32, 4), (64, 128, 8))
+        ):
+            case = self.build_case(n, n_head, head_dim, d_state, n_group, 3, padding=n // 7)
+            yield case.where(kernel="chunks", chunk=chunk, rows=rows, columns=columns, tokens=tokens)
 
     def perf_cases(self) -> Iterator[Case]:
         yield self.build_case(512, 48, 64, 128, pos0=512)
