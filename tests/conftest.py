@@ -188,11 +188,12 @@ def barrier_free(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 
 @pytest.fixture
-def delta_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines loaded from here on run delta nets of several tokens in chunks of 16, so that short prompts have several."""
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines loaded from here on run delta nets and Mamba-2 scans in chunks of 16 tokens, so that short prompts have several."""
     params = {"kernel": "chunks", "chunk": 16, "rows": 16, "tokens": 1}
+    chunks = {"delta_net": params, "ssm_scan": params | {"columns": 16}}
 
     def tables(caps: Capabilities) -> Overrides:
-        return Overrides(Tuning.for_device(caps), {"delta_net": params}, "test")
+        return Overrides(Tuning.for_device(caps), chunks, "test")
 
     monkeypatch.setattr(engine_module, "Tuning", SimpleNamespace(for_device=tables))

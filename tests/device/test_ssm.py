@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from kernel_paths import planned_for, with_params, without_subgroups
@@ -11,11 +15,16 @@ from vkback.evaluate.judge import nmse
 from vkback.graph import Node, Tensor
 from vkback.harness.runner import run_case, run_problem
 from vkback.ops.case import Case, Problem
+from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
+from vkback.plan.exact import exact_context
 from vkback.shader import ShaderLibrary
 
-SCANS = [c for name in ("SSM_SCAN", "SSM_CONV_SCAN") for c in OPS[name].cases()]
+SCANS = [c for name in ("SSM_SCAN", "SSM_CONV_SCAN") for c in OPS[name].cases() if "tuning" not in c.params]
+
+SCAN: dict[str, Any] = {"kernel": "scan"}
+CHUNKS: dict[str, Any] = {"kernel": "chunks", "chunk": 16, "rows": 8, "columns": 16, "tokens": 1}
 
 
 def test_the_convolution_by_hand() -> None:
@@ -59,7 +68,7 @@ def test_the_recurrence_by_hand() -> None:
 @pytest.mark.parametrize("case", SCANS, ids=lambda c: c.line)
 @pytest.mark.parametrize(("lanes", "rows"), [(1, 1), (4, 16), (32, 2)])
 def test_other_shapes(case: Case, lanes: int, rows: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    outcome = run_case(device, library, case, with_params(ctx, lanes=lanes, rows=rows))
+    outcome = run_case(device, library, case, with_params(ctx, kernel="scan", lanes=lanes, rows=rows))
     assert outcome.ok, outcome.text
 
 
@@ -84,10 +93,12 @@ def test_the_short_convolution_by_hand() -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", ["SSM_CONV", "SHORT_CONV", "SSM_SCAN", "SSM_CONV_SCAN"])
-def test_position_0_reads_no_state(name: str, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+@pytest.mark.parametrize(
+    ("name", "params"), [("SSM_CONV", {}), ("SHORT_CONV", {}), ("SSM_SCAN", SCAN), ("SSM_SCAN", CHUNKS), ("SSM_CONV_SCAN", {})]
+)
+def test_position_0_reads_no_state(name: str, params: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
     """What another sequence, or fresh memory, left in the states is never seen: not even as NaN times zero."""
-    op = OPS[name]
+    op, ctx = OPS[name], with_params(ctx, **params)
     case = (
         op.build_case(3, 8, 16, pos=0)
         if name == "SSM_CONV_SCAN"
@@ -109,10 +120,12 @@ def test_one_token_runs_twice_with_the_same_result(device: Device, library: Shad
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("params", [SCAN, CHUNKS], ids=["scan", "chunks"])
 @pytest.mark.parametrize("cut", [1, 7, 16])
-def test_a_sequence_in_pieces(cut: int, device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
-    """20 tokens at once, and in two batches, the first with padding at its end: the same outputs and the same state."""
-    op = OPS["SSM_SCAN"]
+def test_a_sequence_in_pieces(cut: int, params: dict[str, Any], device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """20 tokens at once, and in two batches, the first with padding at its end: the same outputs and the same state. Chunks of both begin
+    at other tokens, so their sums differ in the last bits: 2^-24 of a value is an NMSE of 4e-15."""
+    op, ctx = OPS["SSM_SCAN"], with_params(ctx, **params)
     whole = op.build_case(20, 3, 8, 16).build()
     want = run_problem(device, library, whole, ctx)
     outputs, state = [], whole.values["state"]
@@ -133,6 +146,62 @@ def test_a_sequence_in_pieces(cut: int, device: Device, library: ShaderLibrary, 
         outputs.append(got["y"][: last - first])
     assert nmse(np.concatenate(outputs), want["y"]) < 1e-13
     assert nmse(state[1], want["state"][1]) < 1e-13
+
+
+@pytest.mark.vulkan
+def test_strong_and_weak_decays_in_one_chunk(device: Device, library: ShaderLibrary, ctx: LowerContext) -> None:
+    """Steps of 100 and 0.001 in turns of 16 tokens: what the strong ones leave is 0, the weak ones forget next to nothing.
+
+    Logarithms of the decays sum to -10000, so that a difference of two sums in f32 would be off by 1e-3, an NMSE of 1e-6; products of 64
+    decays are off by 64 * 2^-23 at most, an NMSE of 6e-11, and by less where errors do not add up."""
+    problem = OPS["SSM_SCAN"].build_case(128, 4, 16, 16, pos0=3).build()
+    zx = problem.values["zx"].copy()
+    zx[:, -4:] = np.where(np.arange(128) // 16 % 2 == 0, 100.0, -7.0)[:, None] - problem.values["dt_bias"]
+    problem = Problem(problem.node, problem.values | {"zx": zx})
+    params = {"kernel": "chunks", "chunk": 64, "rows": 16, "columns": 16, "tokens": 4}
+    got = run_problem(device, library, problem, with_params(ctx, **params))
+    inputs = [problem.values[t.name] for t in problem.node.inputs]
+    want = dict(zip(("y", "state"), OPS["SSM_SCAN"].reference(inputs, problem.node.params), strict=True))
+    weak = np.arange(128) // 16 % 2 == 1
+    assert nmse(got["y"], want["y"]) < 1e-11 and nmse(got["y"][weak], want["y"][weak]) < 1e-11 and nmse(got["state"], want["state"]) < 1e-11
+
+
+def test_chunks_are_taken_where_they_fit() -> None:
+    """Else the scan, whose reason says why."""
+    wanted = {"kernel": "chunks", "chunk": 64, "rows": 64, "columns": 64, "tokens": 4}
+    h200 = with_params(planned_for("nvidia_h200_linux"), **wanted)
+    op = OPS["SSM_SCAN"]
+
+    def lowered(case: Case, ctx: LowerContext = h200) -> list[Dispatch]:
+        return op.lower(case.build().node, ctx)
+
+    def limited(**caps: Any) -> LowerContext:
+        return dataclasses.replace(h200, caps=dataclasses.replace(h200.caps, **caps))
+
+    large = op.build_case(130, 16, 64, 128, n_group=2)
+    made = lowered(large)
+    assert [d.kernel.source for d in made] == [f"ssm/scan_chunk_{part}.comp" for part in ("products", "states", "output")]
+    assert [d.groups for d in made] == [(3, 2, 1), (2, 16, 1), (1, 16, 3)]
+    assert not made[1].reads & made[0].writes, "the first two are of one stage"
+    assert made[2].reads >= made[0].writes and "64 rows" in made[2].reason
+    assert [d.groups for d in lowered(large, limited(max_shared_memory=32 << 10))] == [(3, 2, 1), (4, 16, 1), (2, 16, 3)], "half the rows"
+    assert dict(lowered(op.build_case(130, 16, 64, 128, slots=9))[1].kernel.defines)["SLOTS"] == 9
+    for case, ctx, why in (
+        (large, limited(max_workgroup_invocations=128), "they need 256 threads"),
+        (large, limited(max_shared_memory=9 << 10), r"they need \d+ bytes of shared memory"),
+        (op.build_case(64, 4, 6, 8), h200, "heads of 6 are not whole quads"),
+        (op.build_case(64, 4, 4, 8), with_params(h200, **{**wanted, "tokens": 1}), ""),
+        (op.build_case(8, 4, 64, 128, slots=9, keep=True), h200, "the state after each token is kept"),
+    ):
+        first = lowered(case, ctx)[0]
+        if not why:
+            assert first.kernel.source == "ssm/scan_chunk_products.comp"
+        else:
+            assert first.kernel.source == "ssm/scan.comp" and re.search(f"; no chunks: .*{why}$", first.reason), first.reason
+    (scan,) = lowered(large, exact_context(h200))
+    assert scan.kernel.source == "ssm/scan.comp" and "no chunks" not in scan.reason
+    (scan,) = lowered(large, planned_for("nvidia_h200_linux"))
+    assert scan.kernel.source == "ssm/scan.comp", "off until a GPU has timed it"
 
 
 def test_sizes_that_are_refused() -> None:

@@ -81,8 +81,8 @@ class ChunkShape:
 
 
 def chunk_shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities) -> ChunkShape | str:
-    """The shape that the tables want, with fewer rows or columns, or fewer tokens of a thread, where heads or device ask for it; else why no
-    chunks are possible."""
+    """The shape that the tables want, with fewer rows or columns, or fewer tokens of a thread, where heads or device ask for it; else why
+    no chunks are possible."""
     if heads.dim % 4:
         return f"heads of {heads.dim} are not whole quads"
     most, wanted = max(MIN_ROWS, min(int(params["rows"]), power_of_two(heads.dim))), int(params["tokens"])

@@ -265,7 +265,10 @@ class SsmScan(_Scan):
         ):
             yield self.build_case(n, n_head, head_dim, d_state, n_group, pos0, padding=n // 3)
         for n, (n_head, head_dim, d_state, n_group), chunk, (rows, columns, tokens) in product(
-            (15, 100), ((4, 12, 8, 4), (2, 36, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)), (16, 32, 64), ((8, 16, 1), (32, 32, 4), (64, 128, 8))
+            (15, 100),
+            ((4, 12, 8, 4), (2, 36, 36, 1), (8, 16, 128, 1), (2, 64, 256, 2)),
+            (16, 32, 64),
+            ((8, 16, 1), (32, 32, 4), (64, 128, 8)),
         ):
             case = self.build_case(n, n_head, head_dim, d_state, n_group, 3, padding=n // 7)
             yield case.where(kernel="chunks", chunk=chunk, rows=rows, columns=columns, tokens=tokens)

@@ -1,11 +1,15 @@
-"""Times the gated delta net of a prompt: token by token (scan), and in chunks of tokens, with random inputs.
+"""Times the recurrence of a prompt, the gated delta net's or that of Mamba-2: token by token (scan), and in chunks of tokens, with random
+inputs.
 
-    python bench/delta_net.py [--heads 32x16x128] [--n 16,64,128,512,2048] [--scan 8x16x1,...] [--chunks 64x32x2,...] [--json FILE]
+    python bench/recurrences.py [--op delta_net] [--heads 32x16x128x128] [--n 16,64,512,2048] [--scan P,...] [--chunks P,...] [--json FILE]
 
---heads N_HEADxN_GROUPxSIZE: heads of v, of q and k, values of either. A point of --scan is LANESxROWSxPER_THREAD, of --chunks
-CHUNKxROWSxTOKENS. One line for each number of tokens and point: microseconds a launch, a barrier after each dispatch (the best of the
-repetitions), of chunks also of both dispatches by themselves; TFLOPS; and the NMSE of y and state against the first point of this number of
-tokens, which up to 128 tokens is compared with numpy.
+--op delta_net or ssm_scan. --heads N_HEADxN_GROUPxROWSxCOLUMNS of a state: of a delta net heads of v, heads of q and k, values of v and of
+k; of Mamba-2 heads, groups, head_dim and d_state. A point of --scan is LANESxROWS, of a delta net LANESxROWSxPER_THREAD; of --chunks
+CHUNKxROWSxTOKENS, of Mamba-2 CHUNKxROWSxCOLUMNSxTOKENS.
+
+One line for each number of tokens and point: microseconds a launch, a barrier between dispatches that depend on each other (the best of the
+repetitions), of chunks also of each dispatch by itself; TFLOPS; and the NMSE of y and state against the first point of this number of
+tokens, which up to 128 tokens is compared with numpy. The last lines name the fastest scan and the fastest chunks.
 """
 
 from __future__ import annotations
@@ -22,20 +26,33 @@ import numpy as np
 
 from vkback.device import BufferRange, Device, DeviceError
 from vkback.evaluate.judge import nmse
-from vkback.ops.case import Array, Problem
+from vkback.ops.case import Array, Case, Problem
 from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS
 from vkback.ops.recurrent.delta_net import DeltaNet
+from vkback.ops.recurrent.ssm_scan import SsmScan
 from vkback.ops.storage import nbytes
 from vkback.program import compile_kernels
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import span_us, warm_up
 from vkback.tuning.lookup import Overrides, Tuning
 
-SCAN = "8x16x1,8x8x1,16x8x1,4x16x1"
-CHUNKS = "64x32x2,64x32x4,64x32x1,64x16x1,64x16x2,64x16x4,64x8x2,32x32x1,32x32x2,32x32x4,32x16x1,32x16x2,32x8x1,16x32x1,16x16x1"
-NAMES = {"scan": ("lanes", "rows", "per_thread"), "chunks": ("chunk", "rows", "tokens")}
+NAMES: dict[str, dict[str, tuple[str, ...]]] = {
+    "delta_net": {"scan": ("lanes", "rows", "per_thread"), "chunks": ("chunk", "rows", "tokens")},
+    "ssm_scan": {"scan": ("lanes", "rows"), "chunks": ("chunk", "rows", "columns", "tokens")},
+}
+HEADS = {"delta_net": "32x16x128x128", "ssm_scan": "128x8x64x128"}
+POINTS = {
+    "delta_net": {
+        "scan": "8x16x1,8x8x1,16x8x1,4x16x1",
+        "chunks": "64x32x2,64x32x4,64x32x1,64x16x1,64x16x2,64x16x4,64x8x2,32x32x1,32x32x2,32x32x4,32x16x1,32x16x2,32x8x1,16x32x1,16x16x1",
+    },
+    "ssm_scan": {
+        "scan": "8x16,8x32,4x16,16x16",
+        "chunks": "64x64x64x4,64x64x64x8,64x32x64x4,64x32x128x4,64x32x32x4,64x64x128x4,64x16x64x4,32x32x64x4,32x64x64x4,32x32x32x2",
+    },
+}
 CHECKED = 128
 """Tokens up to which numpy judges."""
 LONG_US = 1500
@@ -67,7 +84,7 @@ class Stand:
     def __init__(self, device: Device, library: ShaderLibrary, problem: Problem) -> None:
         self.device, self.library, self.problem = device, library, problem
         tensors = {t.name: t for t in (*problem.node.inputs, *problem.node.outputs)}
-        self._arena = device.arena("delta net", sum(nbytes(t) + 4096 for t in tensors.values()) + (256 << 20), "device")
+        self._arena = device.arena("recurrence", sum(nbytes(t) + 4096 for t in tensors.values()) + (256 << 20), "device")
         self._ranges = {name: self._arena.alloc(nbytes(t), name) for name, t in tensors.items()}
         for name in problem.values:
             self._upload(name)
@@ -92,14 +109,19 @@ class Stand:
     def _span(self, dispatches: Sequence[Dispatch], launches: int, repetitions: int = 3) -> float:
         """Microseconds of the dispatches, one after the other."""
         kernels = compile_kernels(self.device, self.library, dispatches)
-        rec = self.device.recorder("delta net", timestamps=2)
+        rec = self.device.recorder("recurrence", timestamps=2)
         rec.barrier()
         rec.timestamp("start")
         for _ in range(launches):
+            written: frozenset[tuple[str, str]] = frozenset()
             for d in dispatches:
                 bound = [self._bind(a.tensor.name, nbytes(a.tensor)) for a in d.args]
+                if d.reads & written:
+                    rec.barrier()
+                    written = frozenset()
+                written |= d.writes
                 rec.dispatch(kernels[d.kernel, len(d.args), len(d.push)], bound, d.push, d.groups)
-                rec.barrier()
+            rec.barrier()
         rec.timestamp("end")
         rec.host_barrier()
         commands = rec.finish()
@@ -129,10 +151,17 @@ class Stand:
         return Point(y.shape[0], name, us, parts, flops / us / 1e6, y_nmse, state_nmse, dispatches[-1].reason)
 
 
+def built_case(op: str, n: int, heads: Sequence[int]) -> Case:
+    n_head, n_group, rows, columns = heads
+    build = DeltaNet().build_case if op == "delta_net" else SsmScan().build_case
+    return build(n, n_head, rows, columns, n_group=n_group, pos0=512)
+
+
 def points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     found = []
-    for kernel, names in NAMES.items():
-        for text in filter(None, getattr(args, kernel).split(",")):
+    for kernel, names in NAMES[args.op].items():
+        given: str | None = getattr(args, kernel)
+        for text in filter(None, (POINTS[args.op][kernel] if given is None else given).split(",")):
             values = text.split("x")
             if len(values) != len(names) or not all(v.isdecimal() for v in values):
                 raise PlanError(f"[bench] --{kernel} {text!r}: expected {'x'.join(names).upper()}")
@@ -142,23 +171,24 @@ def points(args: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", default="32x16x128")
+    parser.add_argument("--op", default="delta_net", choices=list(NAMES))
+    parser.add_argument("--heads")
     parser.add_argument("--n", default="16,64,128,512,2048")
-    parser.add_argument("--scan", default=SCAN)
-    parser.add_argument("--chunks", default=CHUNKS)
+    parser.add_argument("--scan")
+    parser.add_argument("--chunks")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device")
     args = parser.parse_args()
     library = ShaderLibrary()
-    n_head, n_group, size = map(int, args.heads.split("x"))
+    heads = [int(part) for part in (args.heads or HEADS[args.op]).split("x")]
     measured: list[Point] = []
     begin = time.perf_counter()
     with Device.open(args.device) as device:
         tables = Tuning.for_device(device.caps)
-        print(f"{device.caps.name}, driver {device.caps.driver_info}, {n_head} heads, {n_group} groups, {size} values", flush=True)
+        print(f"{device.caps.name}, driver {device.caps.driver_info}, {args.op}: heads, groups, rows, columns {heads}", flush=True)
         for n in map(int, args.n.split(",")):
-            stand = Stand(device, library, DeltaNet().build_case(n, n_head, size, size, n_group=n_group, pos0=512).build())
-            ways = [(name, LowerContext(device.caps, Overrides(tables, {"delta_net": params}, name))) for name, params in points(args)]
+            stand = Stand(device, library, built_case(args.op, n, heads).build())
+            ways = [(name, LowerContext(device.caps, Overrides(tables, {args.op: params}, name))) for name, params in points(args)]
             stand.compile([ctx for _, ctx in ways])
             for name, ctx in ways:
                 if name.startswith("scan") and measured and measured[-1].n == n and measured[-1].us > LONG_US:
@@ -169,6 +199,11 @@ def main() -> None:
                 except (PlanError, DeviceError) as error:
                     print(f"{n:5d} {name}: {error}", flush=True)
             stand.close()
+    for n in dict.fromkeys(p.n for p in measured):
+        best = [
+            min((p for p in measured if p.n == n and p.kernel.startswith(k)), key=lambda p: p.us, default=None) for k in ("scan", "chunks")
+        ]
+        print(f"{n:5d} tokens: " + "; ".join(f"{p.kernel} {p.us:.1f} us" for p in best if p is not None))
     print(f"{time.perf_counter() - begin:.0f} s")
     if args.json:
         args.json.write_text(json.dumps([vars(p) for p in measured], indent=1) + "\n", encoding="utf-8")
