@@ -254,7 +254,7 @@ class SsmScan(_Scan):
         yield chunks(self.build_case(40, 3, 8, 16, pos0=33, padding=23), chunk=16, rows=16, columns=16, tokens=1)
         yield chunks(self.build_case(64, 6, 12, 36, n_group=2), chunk=32, rows=16, columns=32, tokens=2)
         yield chunks(self.build_case(70, 4, 20, 20, n_group=2, pos0=2), chunk=64, rows=8, columns=16, tokens=2)
-        yield chunks(self.build_case(33, 6, 64, 128, n_group=3, pos0=5, padding=1), chunk=32, rows=32, columns=64, tokens=4)
+        yield chunks(self.build_case(33, 6, 64, 128, n_group=3, pos0=5, padding=1), chunk=32, rows=16, columns=64, tokens=4)
         yield chunks(self.build_case(130, 2, 128, 256, n_group=1), chunk=64, rows=32, columns=64, tokens=4)
         yield chunks(self.build_case(17, 4, 20, 16, n_group=2, pos0=4, slots=9), chunk=16, rows=32, columns=16, tokens=4)
         yield from ssm_sequences.scan_cases()
