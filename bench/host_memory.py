@@ -72,7 +72,7 @@ def measured(path: Path, device: Device, options: LoadOptions, tests: list[str],
                 share = (engine.count_experts() - before).share
         engine.reset()
         text = list(engine.generate(5, TEXT_TOKENS, stop_at_eos=False))
-        told = f"{loaded:.1f} s to load; {engine.expert_memory.in_host} layers, {size_text(engine.expert_memory.nbytes)} in host memory"
+        told = f"{loaded:.1f} s to load; {engine.host_weights.expert_layers} layers, {size_text(engine.host_weights.nbytes)} in host memory"
         print(f"{told}; {speeds}; {share}", flush=True)
     return Run(speeds, share, nbytes, text)
 
@@ -101,10 +101,10 @@ def main() -> None:
         whole = run(n_cpu_moe=0)
         all_there = run(n_cpu_moe=ALL_LAYERS)
         with Engine.open(args.model, device, LoadOptions(ctx=args.ctx, n_cpu_moe=ALL_LAYERS)) as engine:
-            layers, experts, used = engine.expert_memory.layers, engine.model.hp.n_expert, engine.model.hp.n_expert_used
-            there = engine.expert_memory.nbytes
+            layers, experts, used = engine.host_weights.with_experts, engine.model.hp.n_expert, engine.model.hp.n_expert_used
+            there = engine.host_weights.nbytes
             read = sum(
-                d.weight_bytes for d in engine.schedule().dispatches() if {a.tensor.name for a in d.args} & engine.expert_memory.names
+                d.weight_bytes for d in engine.schedule().dispatches() if {a.tensor.name for a in d.args} & engine.host_weights.names
             )
         room = max(args.share * whole.nbytes - all_there.nbytes, 0.0) / there
         slots, kept = max(int(room * experts), used), int(room * len(layers))

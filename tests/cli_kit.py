@@ -99,7 +99,7 @@ class FakeEngine:
         require_own_process=lambda: None,
     )
     devices = (device,)
-    expert_memory = SimpleNamespace(in_host=0)
+    host_weights = SimpleNamespace(expert_layers=0, shown_layers=99)
 
     def __init__(self, text: str = "né, " * 50) -> None:
         self.tokenizer = FakeTokenizer()

@@ -194,7 +194,7 @@ def test_a_command_line_of_llama_batched_bench_runs_as_it_is(
     assert call(monkeypatch, vkbench.main, *line.split()) == 0
     out, err = capsys.readouterr()
     assert [(r["n_kv_max"], r["flash_attn"]) for r in map(json.loads, out.splitlines())] == [(2048, 1)] * 2
-    assert err == "vkbench: -b, -ngl mean nothing here\n"
+    assert err == "vkbench: -b means nothing here\n"
 
 
 @pytest.mark.parametrize(

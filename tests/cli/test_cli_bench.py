@@ -137,9 +137,9 @@ def test_vkbench_takes_llama_bench_s_flags(
 
 
 WITHOUT_MEANING = (
-    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -ngl 99 -sm none -mg 0 -nkvo 0 -mmp 0 "
+    "-b 2048 -t 8 -C 0x0 --cpu-strict 0 --poll 50 --numa distribute --prio 2 -sm none -mg 0 -nkvo 0 -mmp 0 "
     "-dio 0 -lm auto -lzm auto -embd 0 -ot x=CPU -nopo 0 --no-host 0 --repack 1 -fitt off -fitc 4096 -v --offline "
-    "--batch-size 1 --threads 1 --n-gpu-layers 1 --split-mode layer --main-gpu 0 --no-kv-offload 1 "
+    "--batch-size 1 --threads 1 --split-mode layer --main-gpu 0 --no-kv-offload 1 "
     "--mmap 1 --embeddings 1 --verbose"
 )
 """All options of llama-bench but those that vkbench obeys."""
@@ -148,14 +148,14 @@ WITHOUT_MEANING = (
 def test_a_command_line_of_llama_bench_runs_as_it_is(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = shlex.split(f"-m demo-dense -p 8 {WITHOUT_MEANING} -ngl 0 -n 4 -r 1 --delay 0 -o json")
+    line = shlex.split(f"-m demo-dense -p 8 {WITHOUT_MEANING} -b 512 -n 4 -r 1 --delay 0 -o json")
     assert call(monkeypatch, vkbench.main, *line) == 0
     out, err = capsys.readouterr()
     assert [(r["n_prompt"], r["n_gen"]) for r in json.loads(out)] == [(8, 0), (0, 4)]
     named = [word for word in WITHOUT_MEANING.split() if word.startswith("-")]
-    assert err == f"vkbench: {', '.join(named)} mean nothing here\n", "each once, though -ngl came twice"
-    assert call(monkeypatch, vkbench.main, "tg4", "-m", "demo-dense", "-r", "1", "-ngl=0") == 0
-    assert capsys.readouterr().err == "vkbench: -ngl means nothing here\n"
+    assert err == f"vkbench: {', '.join(named)} mean nothing here\n", "each once, though -b came twice"
+    assert call(monkeypatch, vkbench.main, "tg4", "-m", "demo-dense", "-r", "1", "-t=4", "-ngl=99") == 0
+    assert capsys.readouterr().err == "vkbench: -t means nothing here\n"
 
 
 def test_attention_as_nodes_of_its_own_by_llama_bench_s_option(
@@ -186,8 +186,9 @@ def test_options_of_llama_bench_that_cannot_be_obeyed(
 ) -> None:
     for line, said in (
         ("-hfr ggml-org/x", "-hfr: models are local files on a device of this machine; give the model as -m FILE or -hf USER/REPO[:TYPE]"),
-        ("-p 8 -ngl", "-ngl: expected a value, as in llama.cpp"),
-        ("-ngx 5", "No such option: -ngx; vkbench --help tells more"),
+        ("-p 8 -sm", "-sm: expected a value, as in llama.cpp"),
+        ("-ngx 5", "No such option: -ngx. Did you mean -ngl? vkbench --help tells more"),
+        ("-p 8 -ngl many", "-ngl many: expected a number, a list as 128,256, or a range as 1-4, 0-8192+2048 or 1-512*2"),
         ("-ctk f16,q5_0", "--cache-type-k q5_0: expected one of f16, q8_0, q4_0, f32"),
     ):
         assert call(monkeypatch, vkbench.main, *line.split()) == 2

@@ -27,7 +27,7 @@ from vkback.device.memory import MemoryPool
 from vkback.engine.batch.batch import Batch, Request
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.expert_cache import ExpertCounts
-from vkback.engine.expert_memory import share_left
+from vkback.engine.host_weights import share_left
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.engine.split.layers import SplitError
@@ -72,13 +72,13 @@ def what_it_makes(engine: Engine) -> list[np.ndarray]:
 @pytest.mark.parametrize("repack", ["host", "device"])
 def test_experts_in_host_memory_have_the_bits_of_those_on_the_device(qwen3moe: Path, device: Device, repack: Repack) -> None:
     with Engine.open(qwen3moe, device, LoadOptions(**HOW, repack=repack)) as engine:
-        assert not engine.expert_memory.names
+        assert not engine.host_weights.names
         expected = what_it_makes(engine)
     for options, layers in (({"n_cpu_moe": 2}, 2), ({"cpu_moe": True}, 3)):
         with Engine.open(qwen3moe, device, LoadOptions(**HOW, repack=repack, **options)) as engine:
-            assert engine.expert_memory.in_host == layers and len(engine.expert_memory.layers) == 3
+            assert engine.host_weights.expert_layers == layers and len(engine.host_weights.with_experts) == 3
             there = {name for name, found in engine.weights.items() if found.shards[0].arena.kind == "host"}
-            assert there == engine.expert_memory.names and len(there) >= 2 * layers
+            assert there == engine.host_weights.names and len(there) >= 2 * layers
             assert all(name.startswith("blk.") and "exps" in name for name in there)
             found = what_it_makes(engine)
         assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -101,7 +101,7 @@ def test_a_model_larger_than_the_memory_gets_its_experts_to_the_host(
         use = device.memory_use().nbytes
     assert not caplog.records and use > small.free_memory()
     with Engine.open(qwen3moe, small, LoadOptions(**HOW)) as engine:
-        assert 0 < engine.expert_memory.in_host <= 3
+        assert 0 < engine.host_weights.expert_layers <= 3
         found = engine.prompt_logits(TOKENS), list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
     assert np.array_equal(found[0], expected[0]) and found[1] == expected[1]
     (record,) = caplog.records
@@ -168,7 +168,7 @@ def test_a_cache_of_experts_changes_no_bit(name: str, tmp_path: Path, device: De
         with Engine.open(path, device, LoadOptions(**HOW, cpu_moe=True, expert_cache=slots)) as engine:
             made = what_it_makes(engine)
             found[slots] = engine.count_experts()
-            layers = len(engine.expert_memory.layers)
+            layers = len(engine.host_weights.with_experts)
             engine.reset()
             list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
             assert (engine.count_experts() - found[slots]).wanted >= 8 * used * layers

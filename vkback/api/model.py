@@ -44,7 +44,7 @@ from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
 from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
-from vkback.engine.expert_memory import guessed_rates
+from vkback.engine.host_weights import LayersOnDevice, guessed_rates
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.engine.split.side_by_side import SideBySide
@@ -112,6 +112,7 @@ def load(
     lora: LoraLike | Sequence[Given] | None = None,
     lora_scale: float | Sequence[float] = 1.0,
     tensor_split: Sequence[float] | None = None,
+    n_gpu_layers: LayersOnDevice | None = None,
     n_cpu_moe: int | None = None,
     cpu_moe: bool = False,
     expert_cache: int = 0,
@@ -139,8 +140,10 @@ def load(
     lora      an adapter file (`vkback finetune`), (file, scale), or a list of these: what several add to a weight is added up
     lora_scale  a number that multiplies all adapters, or one for each
     tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
-    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host, where kernels read them: for models that are larger than
-              the device's memory; 0: none; default: as many as must (docs/host_memory.md)
+    n_gpu_layers  layers that keep their weights on the device: the output layer first, then from the last on; kernels read the others' in
+              memory of the host, for models that are larger than the device's; "all", or "auto": as many as fit; default: "auto", but
+              "all" with n_cpu_moe or cpu_moe (docs/host_memory.md)
+    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host; 0: none; default: as many as must
     cpu_moe   those of all layers
     expert_cache  experts of each such layer that the device keeps in its own memory, those that were used last; 0: none
     progress  bars on a terminal while weights load and kernels compile; or a function that is called with each `vkback.Progress`
@@ -163,6 +166,7 @@ def load(
         spec_earlier=spec_earlier,
         lora=adapters_given(lora, lora_scale),
         tensor_split=None if tensor_split is None else tuple(tensor_split),
+        n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
         expert_cache=expert_cache,
@@ -239,9 +243,13 @@ def host_rates(device: VulkanDevice) -> tuple[float, float]:
     return measure_read_rate(device, library).gb_s, measure_read_rate(device, library, HOST_BYTES, "host").gb_s
 
 
+WHERE_FITS: dict[str, Any] = {"n_gpu_layers": None, "n_cpu_moe": None, "cpu_moe": False, "expert_cache": 0}
+"""What is asked of a target is not asked of its draft model, which is small and runs more often."""
+
+
 def _attach_draft_model(engine: Engine, path: Path, options: LoadOptions) -> None:
     """Open a draft model beside its target, which closes it."""
-    how = replace(options, ctx=engine.n_ctx + ROOM, model_draft=None, spec_type="none", lora=())
+    how = replace(options, ctx=engine.n_ctx + ROOM, model_draft=None, spec_type="none", lora=(), **WHERE_FITS)
     draft = Engine.open(path, engine.device, how)
     try:
         engine.attach_draft_model(draft)

@@ -44,6 +44,7 @@ from vkback.cli.shell import (
     ExactOption,
     ExpertCacheOption,
     FlashAttnOption,
+    GpuLayersOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
@@ -130,6 +131,7 @@ def chat(
     stop: StopOption = None,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
+    n_gpu_layers: GpuLayersOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
     expert_cache: ExpertCacheOption = 0,
@@ -177,6 +179,7 @@ def chat(
     how = load_options(
         ctx=ctx,
         tensor_split=shares(tensor_split),
+        n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
         expert_cache=expert_cache,

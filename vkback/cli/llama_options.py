@@ -35,7 +35,7 @@ ELSEWHERE = "models are local files on a device of this machine; give the model 
 
 BENCH = Foreign(
     valued=_names(
-        "-b --batch-size -t --threads -C --cpu-mask --cpu-strict --poll --numa --prio -ngl --n-gpu-layers -sm --split-mode -mg "
+        "-b --batch-size -t --threads -C --cpu-mask --cpu-strict --poll --numa --prio -sm --split-mode -mg "
         "--main-gpu -nkvo --no-kv-offload -mmp --mmap -dio --direct-io -lm --load-mode -lzm --lazy-mode -embd --embeddings -ot "
         "--override-tensor -nopo --no-op-offload --no-host --repack -fitt --fit-target -fitc --fit-ctx"
     ),

@@ -20,6 +20,7 @@ from vkback.cli.shell import (
     CacheTypeVOption,
     ExactOption,
     FlashAttnOption,
+    GpuLayersOption,
     JsonOption,
     LoraOption,
     LoraScaledOption,
@@ -57,6 +58,7 @@ def perplexity(
         ),
     ] = None,
     device: DevicesOption = None,
+    n_gpu_layers: GpuLayersOption = None,
     ubatch: UbatchOption = None,
     act: ActOption = "auto",
     cache_type_k: CacheTypeKOption = "f16",
@@ -89,6 +91,7 @@ def perplexity(
         output_file(save_kl_base, "--save-kl-base", *(given for given in inputs if given is not None))
     options = load_options(
         ctx=chunk,
+        n_gpu_layers=n_gpu_layers,
         act=act,
         ubatch=ubatch,
         cache_type_k=cache_type_k,
@@ -109,6 +112,7 @@ def perplexity(
             "cache_type_k": cache_type_k,
             "cache_type_v": cache_type_v,
             "exact": exact,
+            "n_gpu_layers": options.n_gpu_layers,
         }
         plain = text if isinstance(text, str) else list(text)
         args = {"path": str(path.absolute()), "text": plain, "chunk": chunk, "chunks": chunks, "sequences": parallel, "options": options_of}

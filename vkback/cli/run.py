@@ -43,6 +43,7 @@ from vkback.cli.shell import (
     ExactOption,
     ExpertCacheOption,
     FlashAttnOption,
+    GpuLayersOption,
     JsonOption,
     LoraOption,
     LoraScaledOption,
@@ -102,6 +103,7 @@ def generate(
     stop: StopOption = None,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
+    n_gpu_layers: GpuLayersOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
     expert_cache: ExpertCacheOption = 0,
@@ -156,6 +158,7 @@ def generate(
     how = load_options(
         ctx=ctx,
         tensor_split=shares(tensor_split),
+        n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
         expert_cache=expert_cache,

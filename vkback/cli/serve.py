@@ -32,6 +32,7 @@ from vkback.cli.shell import (
     ExactRequestsOption,
     ExpertCacheOption,
     FlashAttnOption,
+    GpuLayersOption,
     LoraOption,
     LoraScaledOption,
     LoraScaleOption,
@@ -119,6 +120,7 @@ def serve(
     ] = True,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
+    n_gpu_layers: GpuLayersOption = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
     expert_cache: ExpertCacheOption = 0,
@@ -174,6 +176,7 @@ def serve(
     how = load_options(
         ctx=ctx,
         tensor_split=shares(tensor_split),
+        n_gpu_layers=n_gpu_layers,
         n_cpu_moe=n_cpu_moe,
         cpu_moe=cpu_moe,
         expert_cache=expert_cache,

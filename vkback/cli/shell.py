@@ -79,6 +79,16 @@ TensorSplitOption = Annotated[
     ),
 ]
 
+GpuLayersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--n-gpu-layers",
+        "--gpu-layers",
+        "-ngl",
+        metavar="N|auto|all",
+        help="N layers, the output layer and the last ones, have their weights on the device, others in host memory [default: auto].",
+    ),
+]
 CpuMoeLayersOption = Annotated[
     int | None,
     typer.Option(
@@ -245,7 +255,7 @@ class EngineLike(Protocol):
     def description(self) -> str: ...
 
     @property
-    def expert_memory(self) -> Any: ...
+    def host_weights(self) -> Any: ...
 
     @property
     def tuning(self) -> str: ...

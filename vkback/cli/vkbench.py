@@ -58,6 +58,7 @@ from vkback.timing.power import Meter, PowerSource, power_source
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities
+    from vkback.engine.host_weights import LayersOnDevice
     from vkback.engine.load_options import LoadOptions
     from vkback.events import Report
     from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -114,13 +115,14 @@ class Settings:
 
 
 class Variant(NamedTuple):
-    """How a model is loaded: activations, tokens of a prompt processed at once (None: the engine's default), types of K and V, and
-    whether attention is one kernel (as Settings.flash_attn)."""
+    """How a model is loaded: activations, tokens of a prompt processed at once (None: the engine's default), types of K and V,
+    whether attention is one kernel (as Settings.flash_attn), and layers on the device (as of LoadOptions)."""
 
     act: str
     ubatch: int | None
     cache: tuple[str, str]
     flash_attn: int
+    n_gpu_layers: LayersOnDevice | None
 
 
 LOADED_BY = ("exact", "fusion", "tensor_split", "n_cpu_moe", "cpu_moe", "expert_cache")
@@ -160,6 +162,16 @@ def bench(
     ] = None,
     device: DevicesOption = None,
     tensor_split: TensorSplitOption = None,
+    n_gpu_layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--n-gpu-layers",
+            "--gpu-layers",
+            "-ngl",
+            metavar="N|auto|all",
+            help="N layers, the output layer and the last ones, have their weights on the device; same notation [default: auto].",
+        ),
+    ] = None,
     n_cpu_moe: CpuMoeLayersOption = None,
     cpu_moe: CpuMoeOption = False,
     expert_cache: ExpertCacheOption = 0,
@@ -245,7 +257,8 @@ def bench(
         command=shlex.join(["vkbench", *sys.argv[1:]]),
         build=build_info(),
     )
-    variants = [Variant(a, u, c, f) for a in acts for u in ubatches for c in caches for f in flashes]
+    ngls = layers_on_device(n_gpu_layers)
+    variants = [Variant(*each) for each in product(acts, ubatches, caches, flashes, ngls)]
     where = None if tensor_split is not None or turns else workers_of(device, scheduler, hosts, workers, journal)
     if where is not None and against is not None:
         raise UsageError("--against is of one device; leave out --scheduler, --hosts, --workers and several devices")
@@ -277,9 +290,10 @@ def bench(
                 layers,
                 FLASH_WORDS[f],
                 str(expert_cache or ""),
+                "" if ngl is None else str(ngl),
             )
             for path in files
-            for a, u, c, f in variants
+            for a, u, c, f, ngl in variants
         ]
         compare_in_turn(against, hows, tests, repetitions or PAIRS, "json" if as_json else output, save or [], settings.command)
         return
@@ -318,6 +332,17 @@ def bench(
         write_submission(submit, device, outputs.results)
 
 
+def layers_on_device(given: Sequence[str] | None) -> list[LayersOnDevice | None]:
+    """Those of -ngl: numbers as llama-bench has them, and llama.cpp's words."""
+    found: list[LayersOnDevice | None] = []
+    for word in (word for text in given or () for word in text.split(",")):
+        if word.strip() in ("auto", "all", "-1"):
+            found.append(load_options(n_gpu_layers=word.strip()).n_gpu_layers)
+        else:
+            found += parse_values([word], "-ngl")
+    return found or [None]
+
+
 def measures_as_llama_bench(against: str | None) -> bool:
     """Whether --against names a llama-bench."""
     if against is None:
@@ -332,7 +357,7 @@ def loading(variant: Variant, n_ctx: int, settings: Settings, progress: Report |
     given = {name: getattr(settings, name) for name in LOADED_BY}
     k, v = variant.cache
     given |= {"ctx": n_ctx, "act": variant.act, "ubatch": variant.ubatch, "cache_type_k": k, "cache_type_v": v, "progress": progress}
-    return load_options(**given, flash_attn=bool(variant.flash_attn))
+    return load_options(**given, flash_attn=bool(variant.flash_attn), n_gpu_layers=variant.n_gpu_layers)
 
 
 def _turns(files: Sequence[Path], variants: Sequence[Variant], tests: Sequence[BenchTest], settings: Settings) -> None:
@@ -458,7 +483,8 @@ def _result(
         type_k=cache[0],
         type_v=cache[1],
         devices=settings.device or "auto",
-        n_cpu_moe=engine.expert_memory.in_host,
+        n_gpu_layers=engine.host_weights.shown_layers,
+        n_cpu_moe=engine.host_weights.expert_layers,
         tensor_split=split_text(settings.tensor_split),
         flash_attn=settings.flash_attn,
         n_prompt=test.n_prompt,

@@ -24,7 +24,7 @@ def run_test(station: Station, args: Mapping[str, Any], tell: Tell) -> dict[str,
     from vkback.cli import vkbench
     from vkback.cli.shell import load_engine, measured_read_rate
 
-    variant = vkbench.Variant(args["act"], args["ubatch"], tuple(args["cache"]), args["flash_attn"])
+    variant = vkbench.Variant(args["act"], args["ubatch"], tuple(args["cache"]), args["flash_attn"], args["n_gpu_layers"])
     settings = vkbench.Settings(
         **{**args["settings"], "flash_attn": variant.flash_attn, "build": tuple(args["settings"]["build"]), "device": station.device}
     )
@@ -50,10 +50,17 @@ def bench_by_workers(
 
     n_ctx, plain = max(t.n_ctx for t in tests), dataclasses.asdict(settings)
     units = []
-    for path, (act, ubatch, cache, flash), test in product(files, variants, tests):
+    for path, (act, ubatch, cache, flash, layers), test in product(files, variants, tests):
         args = {"path": str(path.absolute()), "act": act, "ubatch": ubatch, "cache": list(cache), "test": dataclasses.asdict(test)}
         key = f"{path.name} {test.name} act {act} ubatch {ubatch} cache {cache[0]}, {cache[1]}" + f" fa {flash}" * (flash >= 0)
-        units.append(Unit(key, "vkback.cli.vkbench_hosts:run_test", {**args, "flash_attn": flash, "n_ctx": n_ctx, "settings": plain}))
+        key += f" ngl {layers}" * (layers is not None)
+        units.append(
+            Unit(
+                key,
+                "vkback.cli.vkbench_hosts:run_test",
+                {**args, "flash_attn": flash, "n_gpu_layers": layers, "n_ctx": n_ctx, "settings": plain},
+            )
+        )
     of = {name: plain[name] for name in ("repetitions", "feed", "warmup", *LOADED_BY)}
     kinds = ListedWork(units, journal_of(journal, command="vkbench", n_ctx=n_ctx, **of), "tests").run(where)
     return [(kind, [_result(kind.values[unit.key]) for unit in units]) for kind in kinds]

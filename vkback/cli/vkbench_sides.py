@@ -51,6 +51,9 @@ CHANGEABLE = {
     "--n-cpu-moe": "n_cpu_moe",
     "-ncmoe": "n_cpu_moe",
     "--expert-cache": "expert_cache",
+    "--n-gpu-layers": "n_gpu_layers",
+    "--gpu-layers": "n_gpu_layers",
+    "-ngl": "n_gpu_layers",
 }
 """Options that --against may have otherwise, by the field of `How`."""
 
@@ -77,6 +80,7 @@ class How:
     """A number, or "all"."""
     flash_attn: str = ""
     expert_cache: str = ""
+    n_gpu_layers: str = ""
 
     def options(self) -> list[str]:
         """Of vkbench."""
@@ -85,7 +89,7 @@ class How:
         found += ["-ts", self.tensor_split] * bool(self.tensor_split) + ["--exact"] * self.exact
         found += ["--cpu-moe"] if self.n_cpu_moe == "all" else ["--n-cpu-moe", self.n_cpu_moe] * bool(self.n_cpu_moe)
         found += ["-fa", self.flash_attn] if self.flash_attn else []
-        found += ["--expert-cache", self.expert_cache] * bool(self.expert_cache)
+        found += ["--expert-cache", self.expert_cache] * bool(self.expert_cache) + ["-ngl", self.n_gpu_layers] * bool(self.n_gpu_layers)
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
     def of_llama_bench(self) -> list[str]:
@@ -95,6 +99,7 @@ class How:
             found += ["-ctk", self.type_k, "-ctv", self.type_v, "-fa", self.flash_attn or "1"]
         elif self.flash_attn:
             found += ["-fa", self.flash_attn]
+        found += ["-ngl", self.n_gpu_layers] * self.n_gpu_layers.isdecimal()
         return found + (["-ub", self.ubatch] if self.ubatch else [])
 
 

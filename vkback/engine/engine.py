@@ -34,7 +34,17 @@ from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, Dra
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.expert_cache import ExpertCache, ExpertCounts
-from vkback.engine.expert_memory import ExpertMemory, HostRates, expert_memory, fitting, forecast_line, guessed_rates, share_left
+from vkback.engine.host_weights import (
+    HostRates,
+    HostRule,
+    HostWeights,
+    fitting,
+    forecast_line,
+    guessed_rates,
+    host_weights,
+    lookup_tables,
+    share_left,
+)
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import HEADS, Exact, LoadOptions
 from vkback.engine.memory_watch import MemoryWatch
@@ -205,8 +215,8 @@ class Engine:
             )
         self._owned: list[Device] = []
         self._arenas: list[Arena] = []
-        self.expert_memory = ExpertMemory()
-        """Which experts lie in memory of the host."""
+        self.host_weights = HostWeights(HostRule(model.hp.n_layer))
+        """Which weights lie in memory of the host."""
         self.expert_counts = ExpertCounts()
         """What the cache of experts had counted when `count_experts` was called last."""
         self._expert_cache: ExpertCache | None = None
@@ -258,7 +268,7 @@ class Engine:
                 return
             for stage in self._split.stages if self._split is not None else ():
                 stage.load(options)
-            self.expert_memory = self._place_experts(weights, host_rates)
+            self.host_weights = self._place_weights(weights, host_rates)
             self._cache_experts(options.expert_cache)
             self._adapters.allocate()
             loaded = self._load(weights, meanwhile, options.repack)
@@ -371,8 +381,8 @@ class Engine:
 
     def _load(self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, repack: Repack | None) -> LoadedWeights:
         """Bring weights to the device, and meanwhile do other things."""
-        names = self.expert_memory.names
-        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack, in_host=names) as load:
+        there = self.host_weights.names
+        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack, in_host=there) as load:
             self.weights = load.ranges
             progress_log.info("loading %s: %.0f MB", self.model.file.path, load.total_bytes / 1e6)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:
@@ -388,17 +398,17 @@ class Engine:
             watch.loaded()
         return loaded
 
-    def _place_experts(self, weights: Mapping[str, Tensor], rates: HostRates | None) -> ExpertMemory:
-        """Decide which experts lie in memory of the host, and tell the user where nobody asked for it."""
-        asked = self._options.layers_in_host
-        if asked is not None:
-            return expert_memory(weights, asked, self.device)
-        if self._split is not None or not self.model.architecture.causal:
-            return ExpertMemory()
+    def _place_weights(self, weights: Mapping[str, Tensor], rates: HostRates | None) -> HostWeights:
+        """Decide which weights lie in memory of the host, and tell the user where nobody asked for it."""
+        asked, causal = self._options.placement, self.model.architecture.causal
+        rule = HostRule(self.model.hp.n_layer, lookup_tables(self.model.whole_graphs()))
+        by_request = host_weights(weights, asked.rule(rule), self.device)
+        if self._split is not None or not causal:
+            return by_request
         token = self._plans.token("logits")
         used = [token, self._plans.prompt(self._prompts.sizes()[-1], "none")]
-        found = fitting(weights, self.device, used, self._state.arena.nbytes, self._options.expert_cache)
-        if found.in_host:
+        found = fitting(weights, rule, asked, self.device, used, self._state.arena.nbytes, self._options.expert_cache)
+        if found != by_request:
             own, host = rates(self.device) if rates is not None else guessed_rates(self.device)
             free = size_text(self.device.free_memory())
             why = f"{self.model.file.path.name} does not fit the {free} that {self.device.caps.name} has left"
@@ -407,9 +417,10 @@ class Engine:
 
     def _cache_experts(self, slots: int) -> None:
         """Keep so many experts of each layer in memory of the host on the device, too. Raises EngineError for fewer than a token uses."""
-        if not slots or not self.expert_memory.in_host:
+        cached = self.host_weights.rule.cached
+        if not slots or not any(layer < cached for layer in self.host_weights.with_experts):
             return
-        self._plans.cache_experts(self.expert_memory.below, slots)
+        self._plans.cache_experts(cached, slots)
         cache = ExpertCache(self.device, self._schedules())
         self._arenas += cache.arenas
         if not cache.tables:
@@ -447,7 +458,7 @@ class Engine:
 
     def _share_weights(self, other: Engine) -> None:
         self.weights, self._plans.ctx = other.weights, other._plans.ctx
-        self.expert_memory = other.expert_memory
+        self.host_weights = other.host_weights
         if self._split is not None and other._split is not None:
             for stage, theirs in zip(self._split.stages, other._split.stages, strict=True):
                 stage.share(theirs)
@@ -846,11 +857,12 @@ class Engine:
             made.allocate()
             wanted = self._tensors("weight")
             missing = {name: t for name, t in wanted.items() if self._base.get(name, (None,))[0] != t}
-            with WeightLoad(model.file, missing, self.device, self.library, repack=self._repack) as load:
+            there = self.host_weights.names
+            with WeightLoad(model.file, missing, self.device, self.library, repack=self._repack, in_host=there) as load:
                 with Reported(self._report, "load", load.total_bytes, "reading") as work:
                     load.run(work.advance, work.waits_for)
                 loaded = load.loaded()
-            made.arenas.append(loaded.arena)
+            made.arenas += loaded.arenas
         except BaseException:
             made.close()
             self.model = before

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from vkback import checks
 from vkback.engine.draft_model import DRAFTS
 from vkback.engine.drafts import CLASSES, MOST, Drafts
+from vkback.engine.host_weights import LayersOnDevice, Placement
 from vkback.engine.weights import REPACKS, Repack
 from vkback.events import Report
 from vkback.models.adapter import Given, given
@@ -57,8 +59,11 @@ class LoadOptions:
     fusion  "all" or "none"
     flash_attn  False: attention is nodes of its own, kq, kq_soft_max and kqv (vkback/ops/attention/unfused.py): slower, to look into it
     tensor_split  shares of the layers, one for each of several devices; None: by their memory and how fast they read it
-    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host (vkback/engine/expert_memory.py); None: as many as must,
-            where the model is larger than what the device has free
+    n_gpu_layers  layers that keep their weights on the device, the output layer first, then from the last on; the others' matrices, and the
+            tables that tokens are looked up in, lie in memory of the host (vkback/engine/host_weights.py). "all"; "auto": as many as fit;
+            None: the latter, but with n_cpu_moe or cpu_moe all
+    n_cpu_moe  layers, from the first on, whose experts lie in memory of the host; None: as many as must, where the model is larger than
+            what the device has free
     cpu_moe  those of all layers
     expert_cache  experts of each such layer that a cache in the device's own memory holds (vkback/plan/passes/experts.py); 0: there is none
     repack  who brings weights into the device's layout, "device" or "host"; None: what is faster (vkback/engine/weights.py)
@@ -84,6 +89,7 @@ class LoadOptions:
     fusion: str = "all"
     flash_attn: bool = True
     tensor_split: tuple[float, ...] | None = None
+    n_gpu_layers: LayersOnDevice | None = None
     n_cpu_moe: int | None = None
     cpu_moe: bool = False
     expert_cache: int = 0
@@ -111,6 +117,7 @@ class LoadOptions:
         if (self.model_draft is not None) != (self.spec_type in OF_A_FILE) and (self.model_draft is None or self.spec_type is not None):
             raise checks.wrong("spec_type", self.spec_type, "draft-simple or draft-eagle3 with model_draft, and only then")
         self._set("spec_earlier", checks.flag("spec_earlier", self.spec_earlier))
+        self._set("n_gpu_layers", _layers(self.n_gpu_layers))
         self._set("cpu_moe", checks.flag("cpu_moe", self.cpu_moe))
         if self.cpu_moe and self.n_cpu_moe is not None:
             raise checks.wrong("n_cpu_moe", self.n_cpu_moe, "None with cpu_moe, which takes the experts of all layers")
@@ -131,9 +138,11 @@ class LoadOptions:
             raise checks.wrong("progress", self.progress, "a function, or None")
 
     @property
-    def layers_in_host(self) -> int | None:
-        """How many layers, from the first on, have their experts in memory of the host; None: as many as must."""
-        return ALL_LAYERS if self.cpu_moe else self.n_cpu_moe
+    def placement(self) -> Placement:
+        """Which weights were asked to lie in memory of the host. Who places experts leaves no choice, unless "auto" is asked for."""
+        experts = ALL_LAYERS if self.cpu_moe else self.n_cpu_moe
+        unasked: LayersOnDevice = "auto" if experts is None else "all"
+        return Placement(unasked if self.n_gpu_layers is None else self.n_gpu_layers, experts)
 
     def drafts(self, *, software: bool) -> Drafts | None:
         """What texts may draft; software: on a CPU driver."""
@@ -151,6 +160,15 @@ class LoadOptions:
     def _set(self, name: str, value: Any) -> None:
         """The value as it is kept: numpy's numbers as Python's, words in lower case."""
         object.__setattr__(self, name, value)
+
+
+def _layers(value: Any) -> LayersOnDevice | None:
+    """Of a device: a number, also as a text and -1 as llama-bench has it, or one of llama.cpp's words."""
+    if value is None or value == "auto" or value == "all":
+        return cast("LayersOnDevice | None", value)
+    if isinstance(value, str) and re.fullmatch("-?[0-9]+", value):
+        value = int(value)
+    return "auto" if value == -1 else checks.whole("n_gpu_layers", value, "a whole number, 0 or more, auto or all", 0)
 
 
 def _shares(value: Any) -> tuple[float, ...]:

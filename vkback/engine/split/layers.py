@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vkback.device import Device
+from vkback.engine.host_weights import HostRule, lookup_tables
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.weights import device_bytes
 from vkback.errors import VkbackError
@@ -15,7 +16,6 @@ from vkback.models.builder import CacheTypes
 from vkback.models.registry import Model
 from vkback.ops.storage import nbytes
 from vkback.plan.cost.forecast import low_costs
-from vkback.plan.passes.experts import layer_of
 
 Rates = Callable[[Sequence[Device]], Sequence[float]]
 """How fast devices read their memory, in GB/s."""
@@ -50,9 +50,10 @@ class Sizes:
         return self.first * part.begins + sum(self.layers[part.first : part.end]) + self.last * part.ends
 
 
-def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, in_host: int = 0) -> Sizes:
-    """Of a context of so many rows, as this device stores weights. What cannot be cut counts to the layer before. in_host: layers, from the
-    first on, whose experts lie in memory of the host."""
+def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, there: HostRule | None = None) -> Sizes:
+    """Of a context of so many rows, as this device stores weights. What cannot be cut counts to the layer before. there: weights in memory
+    of the host, which do not count."""
+    there = there or HostRule(model.hp.n_layer)
     graph, n = model.graph(1, n_ctx, head="all", cache=cache), model.hp.n_layer
     places = [layer for layer in range(n) if any(t.name == f"l_out-{layer}" for node in graph.nodes for t in node.outputs)]
     ends = {layer: border(graph, layer + 1) for layer in places}
@@ -60,26 +61,26 @@ def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, in_hos
     seen: set[str] = set()
     layers, at = [], 0
     for bound in bounds:
-        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, seen, in_host))
+        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, there, seen))
         at = max(bound, at)
-    first = _embedding(graph, device)
+    first = _embedding(graph, device, there)
     layers[0] = max(layers[0] - first, 0)
-    return Sizes(tuple(layers), first, _bytes(graph.nodes[at:], device, set()))
+    return Sizes(tuple(layers), first, _bytes(graph.nodes[at:], device, there, set()))
 
 
-def _bytes(nodes: Sequence[Node], device: Device, seen: set[str], in_host: int = 0) -> int:
-    """Of weights and states that nodes use. seen: those that count already. in_host: as of `sizes_of`."""
+def _bytes(nodes: Sequence[Node], device: Device, there: HostRule, seen: set[str]) -> int:
+    """Of weights and states that nodes use. there: as of `sizes_of`; seen: those that count already."""
     found = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.kind in ("weight", "state") and t.name not in seen}
     seen |= found.keys()
-    found = {name: t for name, t in found.items() if t.kind == "state" or (layer := layer_of(t)) is None or layer >= in_host}
+    found = {name: t for name, t in found.items() if t.kind == "state" or t not in there}
     return sum(device_bytes(t, device) if t.kind == "weight" else nbytes(t) for t in found.values())
 
 
-def _embedding(graph: Graph, device: Device) -> int:
+def _embedding(graph: Graph, device: Device, there: HostRule) -> int:
     """Bytes of the tables that tokens are looked up in."""
     tables = {t.name: t for node in graph.nodes if node.op == "GET_ROWS" for t in node.inputs if t.kind == "weight"}
     read = {t.name for node in graph.nodes if node.op == "GET_ROWS" for t in node.inputs if t.name == "tokens"}
-    return sum(device_bytes(t, device) for t in tables.values()) if read else 0
+    return sum(device_bytes(t, device) for t in tables.values() if t not in there) if read else 0
 
 
 def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, cache: CacheTypes, rates: Rates | None) -> list[Part]:
@@ -94,7 +95,7 @@ def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, c
             f"[split] {name}: {model.architecture.name} with {layers} layers can be cut in {len(places) + 1} parts, for {count} devices; "
             f"expected at most {len(places) + 1}: name fewer with --device"
         )
-    there = options.layers_in_host or 0
+    there = options.placement.rule(HostRule(layers, lookup_tables(model.whole_graphs())))
     sizes = [sizes_of(model, device, n_ctx, cache, there) for device in devices]
     free = [device.free_memory() for device in devices]
     if options.tensor_split is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vkback.device import Arena, BufferRange, Commands, Device
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.device_state import DeviceState
-from vkback.engine.expert_memory import expert_memory
+from vkback.engine.host_weights import HostRule, host_weights, lookup_tables
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.plans import Plans
@@ -156,10 +156,11 @@ class Stage:
         self.weights, self.plans.ctx = other.weights, other.plans.ctx
 
     def load(self, options: LoadOptions) -> None:
-        """Bring its weights to the device, and the experts that are asked for to memory of the host."""
+        """Bring its weights to the device, and those that are asked for to memory of the host."""
         known = self._model.architecture.by_context
         weights = {name: self._model.hp.weights[name] for name in known if self._model.hp.has_weight(name)} | self._tensors("weight")
-        there = expert_memory(weights, options.layers_in_host or 0, self.device).names
+        rule = options.placement.rule(HostRule(self._model.hp.n_layer, lookup_tables(self._model.whole_graphs())))
+        there = host_weights(weights, rule, self.device).names
         with WeightLoad(self._model.file, weights, self.device, self._library, repack=options.repack, in_host=there) as load:
             progress_log.info("loading %s: %.0f MB, for %s", self._model.file.path, load.total_bytes / 1e6, self.device.caps.name)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:

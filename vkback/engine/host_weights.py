@@ -1,0 +1,218 @@
+"""Which weights lie in memory of the host, where a model is more than a device holds, and what that costs.
+
+Kernels read them there, through pages that the device imports, so every value has the bits it has with all weights on the device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vkback.device import Device
+from vkback.engine.weights import device_bytes
+from vkback.graph import Graph, Tensor
+from vkback.ops.moe.expert_cache import cached_tensor
+from vkback.plan.cost.forecast import low_costs
+from vkback.plan.passes.experts import layer_of
+from vkback.plan.passes.lora import is_adapter_tensor
+from vkback.plan.schedule import Schedule
+from vkback.units import size_text
+
+HOST_GB_S = 25.0
+"""A guess for forecasts: PCIe 4.0 with 16 lanes brings about as much. Two H200s read imported memory at 50."""
+
+LANDING = 32 << 20
+"""Bytes of device memory that a load takes beside the weights (CHUNK_BYTES of vkback/engine/weight_stream.py)."""
+
+MARGIN = 0.02
+"""Of a device's free memory, which small buffers take that are made later."""
+
+BLOCK = re.compile(r"blk\.(\d+)\.")
+"""What names of a layer's tensors begin with."""
+
+ALL_SHOWN = 99
+"""What is typed, and stands in tables, for all layers."""
+
+HostRates = Callable[[Device], tuple[float, float]]
+"""How fast a device reads its own memory, and that of the host, in GB/s."""
+
+LayersOnDevice = int | Literal["auto", "all"]
+"""How many layers keep their weights on the device, counted from the output layer backwards."""
+
+
+def guessed_rates(device: Device) -> tuple[float, float]:
+    """As `HostRates`, without measuring."""
+    own = low_costs(device.caps).read_gb_s
+    return own, own if device.caps.software or device.caps.uma else min(own, HOST_GB_S)
+
+
+def lookup_tables(graphs: Iterable[Graph]) -> frozenset[str]:
+    """Names of weights of no layer of which tokens read single rows, and nothing else: an embedding that is the output weight too is
+    none."""
+    read: dict[str, set[str]] = {}
+    for node in (node for graph in graphs for node in graph.nodes):
+        for tensor in node.inputs:
+            if tensor.kind == "weight" and not BLOCK.match(tensor.name):
+                read.setdefault(tensor.name, set()).add(node.op)
+    return frozenset(name for name, ops in read.items() if ops == {"GET_ROWS"})
+
+
+@dataclass(frozen=True)
+class HostRule:
+    """Which weights of a model lie in memory of the host.
+
+    n_layer  layers of the model; the output layer comes behind them
+    tables   names of its `lookup_tables`
+    layers   so many layers, from the first on, have all their matrices there; n_layer + 1: those of the output layer, too
+    experts  so many have their experts there
+    lookups  the tables lie there; they do anyway where a layer does
+    """
+
+    n_layer: int
+    tables: frozenset[str] = frozenset()
+    layers: int = 0
+    experts: int = 0
+    lookups: bool = False
+
+    def __contains__(self, weight: Tensor) -> bool:
+        """Vectors stay on the device: they are small, and read by many workgroups each. So do adapters."""
+        if len(weight.shape) == 1 or is_adapter_tensor(weight.name):
+            return False
+        if weight.name in self.tables:
+            return self.lookups or self.layers > 0
+        expert = layer_of(weight)
+        return self._layer(weight) < self.layers or (expert is not None and expert < self.experts)
+
+    def _layer(self, weight: Tensor) -> int:
+        """The layer of a weight; n_layer for those of none, and for blocks behind the layers."""
+        names = weight.recipe.sources if weight.recipe else (weight.name,)
+        found = [BLOCK.match(name) for name in names]
+        return min((min(int(m[1]), self.n_layer) for m in found if m is not None), default=self.n_layer)
+
+    @property
+    def cached(self) -> int:
+        """Layers below this one have their experts in memory of the host."""
+        return max(self.layers, self.experts)
+
+    @property
+    def on_device(self) -> int:
+        """Layers with all weights on the device but experts, counted as `LayersOnDevice`."""
+        return self.n_layer + 1 - self.layers
+
+
+@dataclass(frozen=True)
+class HostWeights:
+    """What lies in memory of the host: by which rule, names and bytes of the weights; and the layers of the model that have experts, in
+    order."""
+
+    rule: HostRule
+    names: frozenset[str] = frozenset()
+    nbytes: int = 0
+    with_experts: tuple[int, ...] = ()
+
+    @property
+    def shown_layers(self) -> int:
+        """Layers with all weights on the device but experts, as tables of llama-bench have them: 99 where those are all."""
+        return self.rule.on_device if self.rule.layers else ALL_SHOWN
+
+    @property
+    def expert_layers(self) -> int:
+        """How many layers have their experts there, whether the others of their weights are there or not."""
+        return sum(layer < self.rule.experts for layer in self.with_experts)
+
+
+def host_weights(weights: Mapping[str, Tensor], rule: HostRule, device: Device) -> HostWeights:
+    """Those of these weights that lie there by a rule."""
+    there = [w for w in weights.values() if w in rule]
+    experts = {layer for w in weights.values() if (layer := layer_of(w)) is not None}
+    return HostWeights(rule, frozenset(w.name for w in there), sum(device_bytes(w, device) for w in there), tuple(sorted(experts)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was asked for; None, "auto": as many as must.
+
+    n_gpu_layers  layers that keep their weights on the device
+    experts       layers, from the first on, whose experts lie in memory of the host
+    """
+
+    n_gpu_layers: LayersOnDevice = "auto"
+    experts: int | None = None
+
+    def rule(self, rule: HostRule) -> HostRule:
+        """One for the same model, by what was asked for alone."""
+        on_device = rule.n_layer + 1 if isinstance(self.n_gpu_layers, str) else self.n_gpu_layers
+        return replace(rule, layers=max(rule.n_layer + 1 - on_device, 0), experts=self.experts or 0)
+
+    def choices(self, rule: HostRule, with_experts: Iterable[int]) -> Iterator[HostRule]:
+        """That one, and those that may come in its place, each with more in memory of the host: tables, of which a token reads a row each;
+        then experts, of which it reads some; then whole layers."""
+        found = self.rule(rule)
+        yield found
+        layers = self.n_gpu_layers == "auto"
+        if layers and rule.tables:
+            yield (found := replace(found, lookups=True))
+        for layer in with_experts if self.experts is None else ():
+            yield (found := replace(found, experts=layer + 1))
+        for layer in range(rule.n_layer + 1) if layers else ():
+            yield replace(found, layers=layer + 1)
+
+
+def slot_bytes(weights: Mapping[str, Tensor], there: HostWeights, slots: int, device: Device) -> int:
+    """Bytes of a cache with so many slots for each layer whose experts lie in memory of the host."""
+    held = [w for name in there.names if layer_of(w := weights[name]) is not None] if slots else []
+    return sum(device_bytes(cached_tensor(w, w.shape[0], min(slots, w.shape[0]), w.name), device) for w in held)
+
+
+def fitting(
+    weights: Mapping[str, Tensor],
+    rule: HostRule,
+    asked: Placement,
+    device: Device,
+    schedules: Iterable[Schedule],
+    beside: int,
+    slots: int = 0,
+) -> HostWeights:
+    """As little in memory of the host as lets the rest fit what the device has free; all that may, where that is not enough.
+
+    schedules  those whose activations are alive at once
+    beside     bytes that further caches take
+    slots      of a cache of experts, for each of those layers
+    """
+    free = device.free_memory()
+    needed = sum(device_bytes(w, device) for w in weights.values()) + sum(s.activation_bytes for s in schedules) + beside
+    needed += int(MARGIN * free) + (0 if device.caps.software else LANDING)
+    found = host_weights(weights, rule, device)
+    for each in asked.choices(rule, found.with_experts):
+        found = host_weights(weights, each, device)
+        if needed - found.nbytes + slot_bytes(weights, found, slots, device) <= free:
+            break
+    return found
+
+
+def share_left(schedule: Schedule, names: frozenset[str], own_gb_s: float, host_gb_s: float) -> float:
+    """The share that is left of the speed of one token, by bytes: 1.0 with all weights on the device."""
+    total = schedule.weight_bytes
+    there = sum(d.weight_bytes for d in schedule.dispatches() if any(a.tensor.name in names for a in d.args))
+    if not total:
+        return 1.0
+    return total / own_gb_s / ((total - there) / own_gb_s + there / min(own_gb_s, host_gb_s))
+
+
+def forecast_line(there: HostWeights, share: float, own_gb_s: float, host_gb_s: float, why: str) -> str:
+    """What a user is told: what lies in memory of the host, and the speed that is left."""
+    rule, what, how = there.rule, [], ""
+    if rule.layers:
+        layers = f"the first {rule.layers} of {rule.n_layer} layers" if rule.layers <= rule.n_layer else f"all {rule.n_layer} layers"
+        what.append(layers + " and the output layer" * (rule.layers > rule.n_layer))
+        how = ". -ngl N keeps N layers on the device"
+    if rule.experts > rule.layers:
+        what.append(f"experts of {there.expert_layers} of {len(there.with_experts)} layers")
+        how = how or ". --n-cpu-moe N chooses their number"
+    names = " and ".join(what) or "the tables that tokens are looked up in"
+    return (
+        f"{why}: {names} in host memory ({size_text(there.nbytes)}), forecast {100 * share:.0f} % of the speed (a token's bytes at "
+        f"{own_gb_s:.0f} GB/s on the device, {host_gb_s:.0f} GB/s from the host){how}"
+    )
