@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_models import tiny
+from waiting import wait_until
 
 import vkback
 from vkback.api import ModelError
@@ -47,16 +47,16 @@ def assert_greedy(model: vkback.LoadedModel, prompt: str | Sequence[int], tokens
 
 def assert_pages_come_back(model: vkback.LoadedModel) -> None:
     """Soon nobody holds pages but the prefix cache, and nobody has the model."""
-    until = time.monotonic() + 10
-    while True:
+
+    def came_back() -> bool:
         with model.stepping("test"):
             batch = model.batched().paged
             if not batch.busy:
                 batch.prefixes.clear()
                 assert batch.pool.free == batch.pool.n_pages
-                return
-        assert time.monotonic() < until
-        time.sleep(0.002)
+            return not batch.busy
+
+    wait_until(came_back)
 
 
 @pytest.mark.vulkan

@@ -25,6 +25,7 @@ import pytest
 from cli_kit import call
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 from processes import let_signals_end, run_program
+from waiting import PATIENCE_S, wait_until
 
 import vkback
 from vkback.api import LoadedModel
@@ -102,7 +103,7 @@ class Served:
         self.port = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S)
 
     def post(self, path: str, **body: Any) -> Any:
         return self.client.post(path, json=body)
@@ -120,15 +121,12 @@ class Served:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     def wait(self, state: str) -> None:
-        until = time.monotonic() + 20
-        while self.worker.state != state:
-            assert time.monotonic() < until, f"the worker is {self.worker.state}, not {state}"
-            time.sleep(0.005)
+        wait_until(lambda: self.worker.state == state, lambda: f"the worker is {self.worker.state}: {state}")
 
     def close(self) -> None:
         self.client.close()
         self.server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         self._socket.close()
 
 
@@ -347,7 +345,7 @@ def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) ->
     """`tools/stress_server.py` sends 200 at once."""
 
     async def send() -> tuple[Counter[str], list[str]]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE_S) as client:
             return await stress_server.send_at_once(client, 24, random.Random(1), tokens=2)
 
     ends, wrong = asyncio.run(send())
@@ -361,7 +359,19 @@ def test_two_dozen_at_once_are_answered_or_told_to_come_again(served: Served) ->
 def answer_later(served: Served, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> None:
     """Have the worker answer no request before `go_on` is set."""
     answer = served.worker._answer
-    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(20), answer(request)))
+    monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(PATIENCE_S), answer(request)))
+
+
+def stop_at_a_piece(served: Served, monkeypatch: pytest.MonkeyPatch, *, running: int = 1) -> None:
+    """Have the worker stop at a piece of the text of PROMPT, once so many run, until the client of that has left."""
+    piece = served.worker.piece
+
+    def stopped(request: QueuedRequest, chunk: vkback.Chunk) -> None:
+        piece(request, chunk)
+        if request.prompt == PROMPT and served.worker.running == running:
+            assert request.cancelled.wait(PATIENCE_S)
+
+    monkeypatch.setattr(served.worker, "piece", stopped)
 
 
 @pytest.mark.vulkan
@@ -380,7 +390,8 @@ def test_a_full_queue_says_when_to_come_again(served: Served, monkeypatch: pytes
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool) -> None:
+def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at_a_piece(served, monkeypatch)
     before = served.worker.counts.cancelled
     body = json.dumps({"prompt": PROMPT, "max_tokens": 110, "stream": stream, "temperature": 0}).encode()
     headers = ("Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {len(body)}")
@@ -433,8 +444,7 @@ def test_a_server_that_ends_tells_those_who_run_and_wait_at_once(device: Device,
             lines = reply.iter_lines()
             assert next(lines) == ": waiting"
             waits = pool.submit(served.post, "/v1/completions", prompt=PROMPT)
-            while not served.worker.queued:
-                time.sleep(0.01)
+            wait_until(lambda: served.worker.queued)
             served.worker.end()
             *_, last = (line for line in lines if line)
             assert json.loads(last[6:])["error"] == {
@@ -459,9 +469,7 @@ def test_each_request_is_a_line_of_log(served: Served, caplog: pytest.LogCapture
     served.client.get("/a%0ab")
     served.client.get("/health")
     served.post("/v1/completions", prompt=["x", "word " * 500], stream=True, **GREEDY)
-    until = time.monotonic() + 10
-    while len(caplog.messages) < 5 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: len(caplog.messages) >= 5, lambda: f"five lines beside {caplog.messages}")
     whole, stream, wrong, nowhere, cut = caplog.messages
     seconds = r"127\.0\.0\.1 POST /v1/completions %s, \d+\.\d\d s, "
     assert re.fullmatch(seconds % 200 + r"prompt \d+ tokens, \d+ known; reply 6, length", whole), whole
@@ -472,7 +480,7 @@ def test_each_request_is_a_line_of_log(served: Served, caplog: pytest.LogCapture
 
 
 @pytest.mark.vulkan
-def test_clients_take_turns(served: Served) -> None:
+def test_clients_take_turns(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     done = threading.Event()
 
@@ -483,11 +491,14 @@ def test_clients_take_turns(served: Served) -> None:
                 if len(order) == 5:
                     done.set()
 
-        return QueuedRequest(PROMPT, False, {"max_tokens": 2, "temperature": 0}, client, time.monotonic() + 20, put)
+        return QueuedRequest(PROMPT, False, {"max_tokens": 2, "temperature": 0}, client, time.monotonic() + PATIENCE_S, put)
 
+    go_on = threading.Event()
+    answer_later(served, monkeypatch, go_on)
     for client, name in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1")):
         served.worker.submit(request(client, name))
-    assert done.wait(20)
+    go_on.set()
+    assert done.wait(PATIENCE_S)
     assert [name for name in order if name != "a1"] in (["b1", "c1", "a2", "a3"], ["a2", "b1", "c1", "a3"])
 
 
@@ -502,16 +513,16 @@ def test_a_request_whose_time_is_over_ends_with_what_it_has(served: Served) -> N
             ended.append(event)
             done.set()
 
-    request = QueuedRequest(PROMPT, False, {"max_tokens": 100, "temperature": 0}, "a", time.monotonic() + 20, put)
+    request = QueuedRequest(PROMPT, False, {"max_tokens": 100, "temperature": 0}, "a", time.monotonic() + PATIENCE_S, put)
     served.worker.submit(request)
-    assert done.wait(20)
+    assert done.wait(PATIENCE_S)
     assert ended[0].finish_reason == "length" and 0 < len(ended[0].tokens) < 100
 
 
 @pytest.mark.vulkan
 def test_a_device_that_hangs_does_not_hold_the_client(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = threading.Event()
-    monkeypatch.setattr(served.worker, "_answer", lambda request: hang.wait(20))
+    monkeypatch.setattr(served.worker, "_answer", lambda request: hang.wait(PATIENCE_S))
     monkeypatch.setattr(app_module, "_time_left", lambda request: 0.05)
     try:
         reply = served.post("/v1/completions", prompt=PROMPT, **GREEDY)
@@ -548,7 +559,7 @@ def test_malformed_requests_get_4xx_and_no_traceback(served: Served, caplog: pyt
     """The first 400 of `tools/stress_server.py`, and bytes that are no HTTP."""
 
     async def send() -> tuple[Counter[int], list[str]]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=30) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}", timeout=PATIENCE_S) as client:
             return await stress_server.send_malformed(client, stress_server.malformed(400))
 
     statuses, wrong = asyncio.run(send())
@@ -845,12 +856,13 @@ def test_serve_with_the_built_in_model_its_log_and_sigterm_within_a_stream(tmp_p
         def log() -> str:
             return (tmp_path / "log").read_text()
 
-        until = time.monotonic() + 120
-        while not (found := re.search(r"running on http://127\.0\.0\.1:(\d+)", log())):
-            assert process.poll() is None and time.monotonic() < until, log()
-            time.sleep(0.1)
+        def started() -> re.Match[str] | None:
+            assert process.poll() is None, log()
+            return re.search(r"running on http://127\.0\.0\.1:(\d+)", log())
+
+        found = wait_until(started, log)
         assert 'demo-dense-Q4_K_M.gguf has no chat template: taken is --chat-template plain, and "User:" ends a reply' in log()
-        with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", timeout=60) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", timeout=PATIENCE_S) as client:
             for host in ("llm.example.com", "localhost", "127.0.0.1", f"[::1]:{found[1]}"):
                 assert client.get("/v1/models", headers={"Host": host}).json()["data"][0]["id"] == "house"
             assert client.get("/health", headers={"Host": "other.example.com"}).json()["error"]["code"] == "invalid_host"
@@ -863,10 +875,9 @@ def test_serve_with_the_built_in_model_its_log_and_sigterm_within_a_stream(tmp_p
                 lines = stream.iter_lines()
                 assert next(lines).startswith("data: ")
                 process.send_signal(signal.SIGTERM)
-                begun = time.monotonic()
                 *_, last = (line for line in lines if line)
                 assert json.loads(last[6:])["error"]["message"] == "[server] the server is ending"
-        assert process.wait(20) in (-signal.SIGTERM, 128 + signal.SIGTERM) and time.monotonic() - begun < 5, log()
+        assert process.wait(PATIENCE_S) in (-signal.SIGTERM, 128 + signal.SIGTERM), log()
     finally:
         process.kill()
         process.wait()
