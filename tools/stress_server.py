@@ -204,7 +204,7 @@ async def send_at_once(client: httpx.AsyncClient, count: int, rng: random.Random
 
 def garbage(port: int, seed: int) -> str:
     """Bytes that are no HTTP at all; what was wrong with the answer, "" if nothing was."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
         line.sendall(random.Random(seed).randbytes(64) + b"\r\n\r\n")
         line.shutdown(socket.SHUT_WR)
         answer = line.recv(4096)

@@ -7,6 +7,7 @@ import json
 import random
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from cli_kit import call
+from waiting import PATIENCE_S
 
 from vkback.cli import vkbench
 from vkback.cli.shell import UsageError
@@ -138,7 +140,16 @@ def bench(server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 # --- a server that answers
 
 
+async def answer_four_at_once(server: FakeServer, asked: dict[str, Any], send: Send) -> None:
+    """From the fifth of those that are measured on, none is answered before four were there at once."""
+    until = time.monotonic() + PATIENCE_S
+    while len([a for a in server.asked if a["max_tokens"] == 16]) > 4 and server.most < 4 and time.monotonic() < until:
+        await asyncio.sleep(0.001)
+    await answer_well(server, asked, send)
+
+
 def test_every_number_of_clients_has_a_row(server: FakeServer, bench: Callable[..., tuple[str, str]]) -> None:
+    server.answer = answer_four_at_once
     out, err = bench("--clients 1,4 --prompt-tokens 41 --max-tokens 16")
     lines = out.splitlines()
     assert lines[0] == f"{server.url}: fake, Test GPU; random prompts of 41 tokens, 16 tokens to generate"
@@ -189,8 +200,9 @@ def test_machine_formats(server: FakeServer, bench: Callable[..., tuple[str, str
 def test_times_are_those_of_the_stream(server: FakeServer, bench: Callable[..., tuple[str, str]]) -> None:
     server.pause_s = 0.02
     (row,) = json.loads(bench("--clients 1 --requests 3 --prompt-tokens 9 --max-tokens 6 --json")[0])
-    for name in ("ttft", "tpot", "itl"):
-        assert row[f"{name}_p50_ms"] > 19, "the server waits for 20 ms before each piece"
+    assert row["ttft_p50_ms"] > 19, "the server waits for 20 ms before each piece"
+    for name in ("tpot", "itl"):
+        assert row[f"{name}_p50_ms"] > 5, "less than 20 ms where the piece before came late on a busy machine"
     assert row["duration_s"] >= 3 * 6 * 0.02 and row["output_ts"] < 50
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from cli_kit import REPOSITORY, call
 from processes import new_terminal, run_program, signals_as_usual
+from waiting import PATIENCE_S, wait_until
 
 from vkback.api import LoadedModel
 from vkback.autotune.driver import Sweep
@@ -95,7 +96,7 @@ def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, t
             try:
                 signal.raise_signal(signal.SIGTERM)
             finally:
-                assert over.wait(10), "as a driver that runs a kernel for minutes"
+                assert over.wait(PATIENCE_S), "as a driver that runs a kernel for minutes"
                 assert not part.exists()
 
     assert ended(app) == 143 and codes == [143]
@@ -248,11 +249,10 @@ def test_a_compiler_that_is_stopped_is_not_started_again(tmp_path: Path) -> None
     program = compiler.GlslcProgram(str(glslc))
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(program.compile_batch, ["a", "b"])
-        while not compiler.running:
-            time.sleep(0.001)
+        wait_until(lambda: compiler.running)
         interrupts.stop_compilers()
         with pytest.raises(CompileError, match=r"glslc was stopped by signal 15; run the command again$"):
-            made.result(10)
+            made.result(PATIENCE_S)
     assert not compiler.running and (tmp_path / "log").read_text().count("started") <= 2, "for its version, and once"
 
 
@@ -305,65 +305,86 @@ def test_a_compiler_that_takes_several_slices_gets_its_source_once(monkeypatch: 
     assert compiler.run_program(["sh", "-c", "sleep 0.2; exec cat"], 60, b"source") == (0, b"source", b"")
 
 
+def telling_pool(left: threading.Event) -> type[ThreadPoolExecutor]:
+    """Pools that set `left` as soon as they are shut down and have dropped what they then drop. Work that waits for it until then does not
+    run ahead of a thread that a busy machine has stopped."""
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            left.set()
+            super().shutdown(wait)
+
+    return Pool
+
+
 def test_a_fault_leaves_the_batches_behind_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    begun: list[int] = []
+    begun: list[str] = []
+    left = threading.Event()
 
     def fail(self: ShaderLibrary, batch: Sequence[Any]) -> list[bytes]:
-        begun.append(1)
-        time.sleep(0.02)
+        begun.append(batch[0][0].name)
+        if len(begun) > 1:
+            assert left.wait(PATIENCE_S)
         raise CompileError("glslc was stopped")
 
+    monkeypatch.setattr("vkback.shader.library.ThreadPoolExecutor", telling_pool(left))
     monkeypatch.setattr(ShaderLibrary, "_compile_batch", fail)
     monkeypatch.setattr("vkback.shader.library.find_compiler", lambda: SimpleNamespace(identity="none"))
     monkeypatch.setattr(ShaderLibrary, "compilers", 2)
     library = ShaderLibrary(cache_dir=tmp_path, quick=False)
     with pytest.raises(CompileError, match="glslc was stopped"):
         list(library._compile([(Variant("none.comp", (("N", i),)), SimpleNamespace(text="")) for i in range(50)], 1))  # type: ignore[misc]
-    assert len(begun) < 10
+    assert len(begun) <= 4, "one that failed, and what two threads had begun then"
 
 
 def test_kernels_behind_one_that_fails_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
+    begun: list[bytes] = []
+    left = threading.Event()
 
-    def fail(specs: object) -> None:
-        begun.append(1)
-        time.sleep(0.02)
+    def fail(specs: Sequence[KernelSpec]) -> None:
+        begun.append(specs[0].spirv)
+        if specs[0].spirv != b"0":
+            assert left.wait(PATIENCE_S)
         raise CompileError("refused")
 
+    monkeypatch.setattr("vkback.program.compile.ThreadPoolExecutor", telling_pool(left))
     variants = [Variant("none.comp", (("N", i),)) for i in range(100)]
-    library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda _: ())
+    compiled = lambda users, batch: ((variant, b"%d" % variant.defines[0][1]) for variant in users)  # noqa: E731
+    library = SimpleNamespace(compile_each=compiled, specialization=lambda _: ())
     dispatches = [SimpleNamespace(kernel=variant, args=(), push=b"") for variant in variants]
     with pytest.raises(CompileError, match="refused"):
         compile_kernels(SimpleNamespace(kernels=fail), library, dispatches)  # type: ignore[arg-type]
-    assert len(begun) < 2 * (os.cpu_count() or 1) + 5
+    assert len(begun) <= (os.cpu_count() or 1) + 1
 
 
 # -- the op suite
 
 
-def test_kernels_that_have_not_begun_are_left() -> None:
+def test_kernels_that_have_not_begun_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
+    left = threading.Event()
 
     def make(specs: Sequence[KernelSpec]) -> list[None]:
         made.extend(spec.name for spec in specs)
-        time.sleep(0.02)
+        assert left.wait(PATIENCE_S)
         return [None]
 
+    monkeypatch.setattr("vkback.program.compile.ThreadPoolExecutor", telling_pool(left))
     library = SimpleNamespace(compile_each=lambda users, batch: ((variant, b"") for variant in users), specialization=lambda _: ())
     kernels = Kernels(SimpleNamespace(kernels=make), library, 1)  # type: ignore[arg-type]
     wanted = [SimpleNamespace(kernel=Variant("none.comp", (("N", i),)), args=(), push=b"") for i in range(100)]
     kernels.start(wanted)  # type: ignore[arg-type]
-    while not made:
-        time.sleep(0.001)
+    wait_until(lambda: made)
     kernels.close()
-    assert len(made) < 10
+    assert len(made) == 1
 
 
 def _first_alone(lines: Sequence[str]) -> list[CaseResult]:
     if signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         os._exit(3)
     if not lines[0].endswith("0"):
-        time.sleep(60)
+        time.sleep(10 * PATIENCE_S)
     return [CaseResult(op="ABS", line=line, mode="test", passed=True) for line in lines]
 
 
@@ -377,7 +398,7 @@ def test_processes_end_with_the_run(device: Device) -> None:
     assert multiprocessing.active_children()
     begun = time.monotonic()
     results.close()
-    assert time.monotonic() - begun < 10 and not multiprocessing.active_children()
+    assert time.monotonic() - begun < PATIENCE_S and not multiprocessing.active_children()
 
 
 SERVER = """
@@ -396,9 +417,9 @@ async def impatient(request):
     return PlainTextResponse("all of it")
 
 def ask():
-    for _ in range(100):
+    for _ in range(600):
         try:
-            print(urlopen(f"http://127.0.0.1:{sys.argv[1]}/", timeout=20).read().decode(), flush=True)
+            print(urlopen(f"http://127.0.0.1:{sys.argv[1]}/", timeout=60).read().decode(), flush=True)
             return
         except OSError:
             time.sleep(0.1)
@@ -418,7 +439,7 @@ def test_a_server_takes_one_ctrl_c_and_lets_replies_end() -> None:
     pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ran = run_program([sys.executable, "-c", SERVER, str(port)], timeout=60)
+    ran = run_program([sys.executable, "-c", SERVER, str(port)], timeout=PATIENCE_S)
     assert sorted(ran.stdout.splitlines()) == ["all of it", "ended"] and ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr and "ERROR" not in ran.stderr, ran.stderr
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from test_api_batch import assert_greedy, assert_pages_come_back
 from tiny_models import tiny
+from waiting import PATIENCE_S, wait_until
 
 import vkback
 from vkback.api import ModelError
@@ -74,10 +75,11 @@ ALONE: dict[tuple[int, ...], tuple[int, ...]] = {}
 """Texts of prompts, by their tokens."""
 
 
-def conversation(model: vkback.LoadedModel, number: int) -> list[vkback.Result]:
-    """Three rounds of a session."""
+def conversation(model: vkback.LoadedModel, number: int, together: threading.Barrier) -> list[vkback.Result]:
+    """Three rounds of a session, each begun by all conversations together."""
     session, found = model.session(), []
     for prompt in (PROMPTS[number % len(PROMPTS)] * 2, THEN, AT_LAST):
+        together.wait(PATIENCE_S)
         found.append(session.generate(prompt, max_tokens=6 + number, **GREEDY))
     assert session.tokens[-len(found[-1].tokens) :] == found[-1].tokens
     return found
@@ -96,8 +98,9 @@ def assert_conversation(model: vkback.LoadedModel, number: int, results: list[vk
 def test_eight_threads_with_a_session_each_have_the_texts_of_each_alone(model: vkback.LoadedModel) -> None:
     steps = model.opened.paged.counters if model.opened else None
     before = (steps.steps, steps.columns) if steps else (0, 0)
+    together = threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: conversation(model, number), range(8)))
+        found = list(pool.map(lambda number: conversation(model, number, together), range(8)))
     for number, results in enumerate(found):
         assert_conversation(model, number, results)
     if model.shared:
@@ -330,7 +333,7 @@ def test_turns_are_fair_and_a_waiting_thread_can_be_interrupted(turns: vkback.Lo
         for number in range(6):
             threads.append(threading.Thread(target=call, args=(number,)))
             threads[-1].start()
-            time.sleep(0.02)
+            wait_until(lambda: len(turns._turns._waiting) == len(threads))
     for thread in threads:
         thread.join()
     assert order == list(range(6))

@@ -300,8 +300,8 @@ def test_threads_take_turns_and_ctrl_c_leaves_nothing_behind(monkeypatch: pytest
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Thread(target=interrupt).start()
             render("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}old", USER, model="m")
     finally:
         signal.signal(signal.SIGINT, before)
