@@ -143,7 +143,7 @@ def test_eight_openai_clients_at_once_get_the_texts_that_each_would_have_alone(s
 
 MEMORY = Path("/proc/self/statm")
 
-ROUNDS, MOST_ROUNDS = 4, 60
+ROUNDS, MAX_ROUNDS = 4, 60
 """Rounds of which none may add an object, and all there may be before those: which numbers of columns and steps meet is up to the machine,
 and each is recorded when it first does."""
 
@@ -167,7 +167,7 @@ def test_64_openai_clients_at_once(served: Served) -> None:
         pytest.skip(f"{MEMORY} says what a process has in memory, and this system has none")
     device, taken = served.worker.model.engine.device, list[int]()
     live: list[dict[str, int]] = []
-    while len(live) < MOST_ROUNDS and not (len(live) >= ROUNDS and live[-1] == live[-ROUNDS]):
+    while len(live) < MAX_ROUNDS and not (len(live) >= ROUNDS and live[-1] == live[-ROUNDS]):
         answered(served, 64, 1)
         taken.append(resident())
         live.append(device.live_objects())

@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,12 @@ RUN = (
 """Commands that end within seconds, by their page and beginning; `chat` has the end of its input at once."""
 
 
+@cache
+def printed_by(*command: str) -> str:
+    """One that two tests look at is run once."""
+    return run(list(command), ROOT)
+
+
 ALL = blocks()
 COMMANDS = commands()
 
@@ -166,7 +173,7 @@ def test_a_command_is_one_that_there_is(page: str, command: str) -> None:
 def test_a_command_runs(page: str, start: str) -> None:
     (command,) = {command for of, command in COMMANDS if of == page and command.removeprefix(".venv/bin/").startswith(start)}
     program, *args = words(command)
-    assert run([Path(program).name, *args], ROOT).strip()
+    assert printed_by(Path(program).name, *args).strip()
 
 
 # --- the front page
@@ -184,7 +191,7 @@ def test_the_front_page_shows_what_run_prints() -> None:
     (block,) = (block for block in ALL if block.page == "README.md" and block.kind == "console")
     command, *shown = block.text.splitlines()
     program, *args = words(command.removeprefix("$ "))
-    printed = run([program, *args], ROOT)
+    printed = printed_by(program, *args)
     of_run = ("vkback: preparing", "prepared", "prompt", "generation")
     for text in ("\n".join(shown), printed):
         lines = [re.sub(r"\d+", "0", " ".join(line.split())) for line in text.splitlines()]

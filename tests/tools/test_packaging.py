@@ -28,6 +28,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built("wheel", tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("sdist", tmp_path_factory.mktemp("sdist"))
+
+
 def built(target: str, out: Path) -> Path:
     """A wheel or an sdist, made in an empty folder."""
     build = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
@@ -130,28 +135,27 @@ def test_users_have_types(wheel: Path, tmp_path: Path) -> None:
     assert len(told) == len(WRONG)
 
 
-def test_an_sdist_has_what_a_wheel_is_made_of(tmp_path: Path) -> None:
-    with tarfile.open(built("sdist", tmp_path)) as archive:
+def test_an_sdist_has_what_a_wheel_is_made_of(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"vkback/py.typed", "vkback/__init__.py", "shaders/gemv/gemv.comp", "pyproject.toml"} <= names
 
 
-def test_an_installed_package_knows_its_commit(tmp_path: Path) -> None:
+def test_an_installed_package_knows_its_commit(wheel: Path, sdist: Path, tmp_path: Path) -> None:
     """A wheel that is made of a checkout, and one of an sdist, which has no commits of its own; bug reports name it."""
     if not (REPOSITORY / ".git").exists() or shutil.which("git") is None:
         pytest.skip("needs a checkout with its commits, and git")
     described = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
     wanted = run_program(described, check=True).stdout.strip()
     count = run_program(["git", "-C", str(REPOSITORY), "rev-list", "--count", "HEAD"], check=True).stdout.strip()
-    with tarfile.open(built("sdist", tmp_path / "sdist")) as archive:
+    with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
     of_sdist = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path / "second")]
     run_program(of_sdist, cwd=source, check=True, timeout=120)
-    wheels = [built("wheel", tmp_path / "first"), *(tmp_path / "second").iterdir()]
-    for number, wheel in enumerate(wheels):
+    for number, made in enumerate([wheel, *(tmp_path / "second").iterdir()]):
         site = tmp_path / f"site{number}"
-        with zipfile.ZipFile(wheel) as z:
+        with zipfile.ZipFile(made) as z:
             z.extractall(site)
         code = "from vkback.report.build import build_info; print(*build_info())"
         done = run_program([sys.executable, "-c", code], cwd=site, env={**os.environ, "PYTHONPATH": str(site)}, check=True)

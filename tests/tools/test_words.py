@@ -72,11 +72,12 @@ def texts() -> dict[str, str]:
 
 def hits(files: dict[str, str]) -> list[str]:
     """ "file:line: what was found (what to write)", names of files included."""
-    patterns = [(re.compile(old), new) for old, new in OLD_NAMES.items()]
+    patterns = [(re.compile(old, re.M), new) for old, new in OLD_NAMES.items()]
     found = []
     for name, text in files.items():
-        for number, line in enumerate([name, *text.splitlines()]):
-            found += [f"{name}:{number}: {m[0]} -> {new}" for old, new in patterns for m in old.finditer(line)]
+        near = [(old, new) for old, new in patterns if old.search(f"{name}\n{text}")]  # most are nowhere in it: lines are not looked at
+        for number, line in enumerate([name, *text.splitlines()] if near else ()):
+            found += [f"{name}:{number}: {m[0]} -> {new}" for old, new in near for m in old.finditer(line)]
     return found
 
 

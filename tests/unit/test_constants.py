@@ -112,28 +112,40 @@ def same(found: dict[str, str], usual: dict[str, str]) -> None:
     assert not [name for name, value in found.items() if value != usual[name]]
 
 
-def test_kernels_of_another_processor(usual: dict[str, str]) -> None:
-    same(digests(plain_numpy()), usual)
-
-
-def test_kernels_of_another_c_library(usual: dict[str, str], tmp_path: Path) -> None:
+def other_c_library(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that has it; empty where there is none to be had."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or compiler is None:
-        pytest.skip("needs LD_PRELOAD and a C compiler")
+        print("not with another C library: it needs LD_PRELOAD and a C compiler")
+        return {}
     source, library = tmp_path / "libm.c", tmp_path / "libm.so"
     source.write_text(OTHER_LIBM, encoding="utf-8")
     run_program([compiler, "-O1", "-fno-builtin", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     off = [sys.executable, "-c", "import math; print(math.pow(10000, 0.3), math.log(3))"]
     own, other = (run_program(off, env=os.environ | more).stdout for more in ({}, {"LD_PRELOAD": str(library)}))
     if own == other:
-        pytest.skip("this Python has its mathematics built in")
-    same(digests({"LD_PRELOAD": str(library), **plain_numpy()}), usual)
+        print("not with another C library: this Python has its mathematics built in")
+        return {}
+    return {"LD_PRELOAD": str(library)}
 
 
-def test_kernels_of_another_hash_seed_and_decimal_commas(usual: dict[str, str], tmp_path: Path) -> None:
-    """In German; glibc's `localedef` makes the locale where it is not installed."""
+def decimal_commas(tmp_path: Path) -> tuple[dict[str, str], str]:
+    """The environment of a process in German, and its locale, which glibc's `localedef` makes where it is not installed; empty where it
+    cannot."""
     maker = shutil.which("localedef")
     if maker is None or not Path("/usr/share/i18n/locales/de_DE").is_file():
-        pytest.skip("needs localedef and the sources of glibc's locales")
+        print("not with decimal commas: it needs localedef and the sources of glibc's locales")
+        return {}, ""
     run_program([maker, "-i", "de_DE", "-f", "UTF-8", tmp_path / "de_DE.UTF-8"])
-    same(digests({"LOCPATH": str(tmp_path), "PYTHONHASHSEED": "1"}, "de_DE.UTF-8"), usual)
+    return {"LOCPATH": str(tmp_path)}, "de_DE.UTF-8"
+
+
+def test_kernels_of_another_processor_c_library_locale_and_hash_seed(usual: dict[str, str], tmp_path: Path) -> None:
+    """All in one process, since none may change a bit. Each alone, where one of them does: the first that fails is the one."""
+    library, (commas, locale) = other_c_library(tmp_path), decimal_commas(tmp_path)
+    if digests({**plain_numpy(), **library, **commas, "PYTHONHASHSEED": "1"}, locale) != usual:
+        same(digests({"PYTHONHASHSEED": "1"}), usual)
+        same(digests(plain_numpy()), usual)
+        same(digests({**plain_numpy(), **library}), usual)
+        same(digests(commas, locale), usual)
+        pytest.fail("no one of them changes kernels, all together do")
