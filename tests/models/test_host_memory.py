@@ -25,12 +25,11 @@ from vkback.device import Capabilities, Device, FeatureMissing, HostPages, OutOf
 from vkback.device.host_memory import LimitError, available_bytes, device_limit
 from vkback.device.memory import MemoryPool
 from vkback.engine.batch.batch import Batch, Request
-from vkback.engine.engine import Engine, EngineError
-from vkback.engine.expert_cache import ExpertCounts
+from vkback.engine.engine import Engine
+from vkback.engine.expert_cache import ExpertCacheError, ExpertCounts
 from vkback.engine.host_weights import share_left
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
-from vkback.engine.split.layers import SplitError
 from vkback.engine.weights import Repack
 from vkback.graph import Recipe, Tensor
 from vkback.models import Model
@@ -120,6 +119,46 @@ def test_layers_of_several_devices_have_their_experts_in_host_memory(qwen3moe: P
         purposes = [each.memory_use().purposes for each in (device, second)]
         found = engine.prompt_logits(TOKENS)
     assert all("weights in host memory" in each for each in purposes) and np.array_equal(found, expected)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("slots", [3, 5])
+def test_each_of_several_devices_keeps_a_cache_of_its_experts(slots: int, qwen3moe: Path, device: Device) -> None:
+    """Of experts that a token uses alone, and of more. Texts beside each other share them."""
+
+    def made(engine: Engine) -> list[np.ndarray]:
+        found = [engine.prompt_logits(TOKENS).view(np.uint32), engine.decode_logits(5).view(np.uint32)]
+        return [*found, np.array(list(engine.generate(TOKENS[3], 8, stop_at_eos=False)))]
+
+    with Engine.open(qwen3moe, device, LoadOptions(**HOW)) as engine:
+        expected = made(engine)
+    how = LoadOptions(**HOW, tensor_split=(1, 1), cpu_moe=True, expert_cache=slots)
+    with Device.open(device.index) as second, Engine.open(qwen3moe, [device, second], how) as engine:
+        assert all("cache of experts" in each.memory_use().purposes for each in (device, second)) and engine.caches_experts
+        assert all(np.array_equal(a, b) for a, b in zip(made(engine), expected, strict=True))
+        engine.reset()
+        before = engine.count_experts()
+        list(engine.generate(TOKENS[3], 8, stop_at_eos=False))
+        counts = engine.count_experts() - before
+        assert counts.wanted >= 8 * 3 * 3 and 0 < counts.found < counts.wanted
+        engine.resize(128)
+        assert all(np.array_equal(a, b) for a, b in zip(made(engine), expected, strict=True))
+        engine.reset()
+        texts = [TOKENS[i : i + 9] for i in range(3)]
+        with Engine.open(qwen3moe, device, LoadOptions(**{**HOW, "ctx": 128})) as one:
+            alone = []
+            for text in texts:
+                one.reset()
+                one.prompt(text[:-1])
+                alone.append(list(one.generate(text[-1], 12, stop_at_eos=False)))
+        with engine.beside() as other:
+            assert other.caches_experts and any("EXPERT_CACHE" in d.op for d in other.schedule("decode").dispatches())
+            for text, each in zip(texts, (engine, other, engine), strict=True):
+                each.reset()
+                each.prompt(text[:-1])
+            both = [engine.generate(texts[2][-1], 12, stop_at_eos=False), other.generate(texts[1][-1], 12, stop_at_eos=False)]
+            turns = [[next(text) for text in both] for _ in range(12)]
+        assert [list(text) for text in zip(*turns, strict=True)] == [alone[2], alone[1]]
 
 
 @pytest.mark.vulkan
@@ -227,11 +266,15 @@ def test_a_server_tells_how_often_experts_were_there(parallel: int, device: Devi
 @pytest.mark.vulkan
 def test_a_cache_that_holds_less_than_a_token_uses_is_refused(qwen3moe: Path, device: Device) -> None:
     before = device.live_objects()
-    with pytest.raises(EngineError, match=r"^\[experts\] .*qwen3moe\.gguf: a cache of 2 experts a layer .* holds less than a token uses"):
+    with pytest.raises(
+        ExpertCacheError, match=r"^\[experts\] .*qwen3moe\.gguf: a cache of 2 experts a layer .* holds less than a token uses"
+    ):
         Engine.open(qwen3moe, device, LoadOptions(**HOW, cpu_moe=True, expert_cache=2))
     assert device.live_objects() == before
-    with Device.open(device.index) as second, pytest.raises(SplitError, match=r"--expert-cache: a cache of experts is kept by one device"):
-        Engine.open(qwen3moe, [device, second], LoadOptions(**HOW, tensor_split=(1, 1), cpu_moe=True, expert_cache=4))
+    how = LoadOptions(**HOW, tensor_split=(1, 1), cpu_moe=True, expert_cache=2)
+    with Device.open(device.index) as second, pytest.raises(ExpertCacheError, match=r"^\[experts\] .* a cache of 2 experts a layer"):
+        Engine.open(qwen3moe, [device, second], how)
+    assert device.live_objects() == before
 
 
 def test_layers_are_told_by_the_names_of_their_tensors() -> None:

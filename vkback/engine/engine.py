@@ -33,7 +33,7 @@ from vkback.engine.device_state import DeviceState
 from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel, check_draft_model
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
-from vkback.engine.expert_cache import ExpertCache, ExpertCounts
+from vkback.engine.expert_cache import ExpertCache, ExpertCounts, expert_cache
 from vkback.engine.host_weights import (
     HostRates,
     HostRule,
@@ -269,7 +269,9 @@ class Engine:
             for stage in self._split.stages if self._split is not None else ():
                 stage.load(options)
             self.host_weights = self._place_weights(weights, host_rates)
-            self._cache_experts(options.expert_cache)
+            slots, name = options.expert_cache, str(model.file.path)
+            self._expert_cache = expert_cache(device, self._plans, self.host_weights, slots, self._schedules, name)
+            self._arenas += self._expert_cache.arenas if self._expert_cache is not None else []
             self._adapters.allocate()
             loaded = self._load(weights, meanwhile, options.repack)
             self._base = {name: (t, loaded.ranges[name]) for name, t in weights.items() if not is_adapter_tensor(name)}
@@ -415,25 +417,16 @@ class Engine:
             log.warning(forecast_line(found, share_left(token, found.names, own, host), own, host, why))
         return found
 
-    def _cache_experts(self, slots: int) -> None:
-        """Keep so many experts of each layer in memory of the host on the device, too. Raises EngineError for fewer than a token uses."""
-        cached = self.host_weights.rule.cached
-        if not slots or not any(layer < cached for layer in self.host_weights.with_experts):
-            return
-        self._plans.cache_experts(cached, slots)
-        cache = ExpertCache(self.device, self._schedules())
-        self._arenas += cache.arenas
-        if not cache.tables:
-            raise EngineError(
-                f"[experts] {self.model.file.path}: a cache of {slots} experts a layer (expert_cache, --expert-cache) holds less than a "
-                "token uses, or experts that cannot be copied; expected more, or none"
-            )
-        self._expert_cache = cache
-
     @property
     def caches_experts(self) -> bool:
-        """Whether there is a cache of experts."""
-        return self._expert_cache is not None
+        """Whether there is a cache of experts, on any device."""
+        return bool(self._expert_caches)
+
+    @property
+    def _expert_caches(self) -> list[ExpertCache]:
+        """Those of all devices."""
+        others = [stage.expert_cache for stage in self._split.stages] if self._split is not None else []
+        return [each for each in (*others, self._expert_cache) if each is not None]
 
     def after_text(self) -> None:
         """What is looked at when a text has ended: memory that other programs took, and counts of the cache of experts."""
@@ -442,9 +435,11 @@ class Engine:
         self.count_experts()
 
     def count_experts(self) -> ExpertCounts:
-        """How many experts steps have wanted so far, and how many of them lay in the cache. Reads the device, once for each layer."""
-        if self._expert_cache is not None:
-            self.expert_counts = self._expert_cache.counts()
+        """How many experts steps have wanted so far, and how many of them lay in the cache, on all devices and of all texts on them. Reads
+        the devices, once for each layer."""
+        if caches := self._expert_caches:
+            self._quiet()
+            self.expert_counts = sum((cache.counts() for cache in caches), ExpertCounts())
         return self.expert_counts
 
     def beside(self) -> Engine:
@@ -457,8 +452,8 @@ class Engine:
         return Engine(self.model, self.device, options, before=before, part=self._plans.part, weights_of=self)
 
     def _share_weights(self, other: Engine) -> None:
-        self.weights, self._plans.ctx = other.weights, other._plans.ctx
-        self.host_weights = other.host_weights
+        self.weights, self.host_weights, self._expert_cache = other.weights, other.host_weights, other._expert_cache
+        self._plans.use_context(other._plans.ctx)
         if self._split is not None and other._split is not None:
             for stage, theirs in zip(self._split.stages, other._split.stages, strict=True):
                 stage.share(theirs)

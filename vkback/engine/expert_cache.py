@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from vkback.device import Arena, BufferRange, Device
+from vkback.engine.host_weights import HostWeights
+from vkback.engine.plans import Plans
+from vkback.errors import VkbackError
 from vkback.graph import Tensor
 from vkback.ops.moe.expert_cache import FOUND, WANTED
 from vkback.ops.storage import nbytes
@@ -16,12 +19,19 @@ from vkback.plan.schedule import Schedule, aligned
 from vkback.program import WeightRanges
 
 
+class ExpertCacheError(VkbackError):
+    """A cache of experts that would never be read."""
+
+
 @dataclass(frozen=True)
 class ExpertCounts:
     """Experts that steps wanted, each once a layer and step, and those of them that lay in the cache already."""
 
     wanted: int = 0
     found: int = 0
+
+    def __add__(self, other: ExpertCounts) -> ExpertCounts:
+        return ExpertCounts(self.wanted + other.wanted, self.found + other.found)
 
     def __sub__(self, other: ExpertCounts) -> ExpertCounts:
         return ExpertCounts(self.wanted - other.wanted, self.found - other.found)
@@ -53,9 +63,14 @@ class ExpertCache:
             for name, memory in self.tables.items():
                 device.upload(memory, np.zeros(self._tables[name], np.uint32))
         except BaseException:
-            for arena in self.arenas:
-                arena.destroy()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Give its memory back."""
+        for arena in self.arenas:
+            arena.destroy()
+        self.arenas.clear()
 
     def _placed(self, purpose: str, tensors: list[Tensor]) -> list[tuple[Tensor, BufferRange]]:
         if not tensors:
@@ -67,3 +82,25 @@ class ExpertCache:
         """So far, of all layers. Reads the device, which must have nothing in flight."""
         heads = [self._device.download(memory, np.uint32) for memory in self.tables.values()]
         return ExpertCounts(sum(int(head[WANTED]) for head in heads), sum(int(head[FOUND]) for head in heads))
+
+
+def expert_cache(
+    device: Device, plans: Plans, there: HostWeights, slots: int, schedules: Callable[[], Iterable[Schedule]], model: str
+) -> ExpertCache | None:
+    """A cache of so many experts of each layer in memory of the host, for which all is planned anew; None where there are no such layers.
+
+    schedules  those of a token and of prompts, as they are planned then
+    Raises ExpertCacheError for fewer slots than a token uses, OutOfDeviceMemory.
+    """
+    cached = there.rule.cached
+    if not slots or not any(layer < cached for layer in there.with_experts):
+        return None
+    plans.cache_experts(cached, slots)
+    made = ExpertCache(device, schedules())
+    if not made.tables:
+        made.close()
+        raise ExpertCacheError(
+            f"[experts] {model}: a cache of {slots} experts a layer (expert_cache, --expert-cache) holds less than a token uses, or "
+            "experts that cannot be copied; expected more, or none"
+        )
+    return made

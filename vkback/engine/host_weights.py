@@ -160,9 +160,9 @@ class Placement:
             yield replace(found, layers=layer + 1)
 
 
-def slot_bytes(weights: Mapping[str, Tensor], there: HostWeights, slots: int, device: Device) -> int:
-    """Bytes of a cache with so many slots for each layer whose experts lie in memory of the host."""
-    held = [w for name in there.names if layer_of(w := weights[name]) is not None] if slots else []
+def slot_bytes(weights: Mapping[str, Tensor], there: Iterable[str], slots: int, device: Device) -> int:
+    """Bytes of a cache with so many slots for each layer whose experts are there, in memory of the host. there: names."""
+    held = [w for name in there if layer_of(w := weights[name]) is not None] if slots else []
     return sum(device_bytes(cached_tensor(w, w.shape[0], min(slots, w.shape[0]), w.name), device) for w in held)
 
 
@@ -187,7 +187,7 @@ def fitting(
     found = host_weights(weights, rule, device)
     for each in asked.choices(rule, found.with_experts):
         found = host_weights(weights, each, device)
-        if needed - found.nbytes + slot_bytes(weights, found, slots, device) <= free:
+        if needed - found.nbytes + slot_bytes(weights, found.names, slots, device) <= free:
             break
     return found
 

@@ -57,6 +57,12 @@ class Plans:
             self._model = model
             self._schedules.clear()
 
+    def use_context(self, ctx: LowerContext) -> None:
+        """Plan everything anew, as for another text of the same model on the same device."""
+        with self._lock:
+            self.ctx = ctx
+            self._schedules.clear()
+
     def cache_experts(self, layers: int, slots: int) -> None:
         """Plan everything anew, with slots for experts of the first layers, which lie in memory of the host."""
         with self._lock:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vkback.device import Device
-from vkback.engine.host_weights import HostRule, lookup_tables
+from vkback.engine.host_weights import HostRule, lookup_tables, slot_bytes
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.weights import device_bytes
 from vkback.errors import VkbackError
@@ -50,9 +50,9 @@ class Sizes:
         return self.first * part.begins + sum(self.layers[part.first : part.end]) + self.last * part.ends
 
 
-def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, there: HostRule | None = None) -> Sizes:
+def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, there: HostRule | None = None, slots: int = 0) -> Sizes:
     """Of a context of so many rows, as this device stores weights. What cannot be cut counts to the layer before. there: weights in memory
-    of the host, which do not count."""
+    of the host, of which only so many slots of a cache of experts count."""
     there = there or HostRule(model.hp.n_layer)
     graph, n = model.graph(1, n_ctx, head="all", cache=cache), model.hp.n_layer
     places = [layer for layer in range(n) if any(t.name == f"l_out-{layer}" for node in graph.nodes for t in node.outputs)]
@@ -61,19 +61,21 @@ def sizes_of(model: Model, device: Device, n_ctx: int, cache: CacheTypes, there:
     seen: set[str] = set()
     layers, at = [], 0
     for bound in bounds:
-        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, there, seen))
+        layers.append(_bytes(graph.nodes[at : max(bound, at)], device, there, seen, slots))
         at = max(bound, at)
     first = _embedding(graph, device, there)
     layers[0] = max(layers[0] - first, 0)
     return Sizes(tuple(layers), first, _bytes(graph.nodes[at:], device, there, set()))
 
 
-def _bytes(nodes: Sequence[Node], device: Device, there: HostRule, seen: set[str]) -> int:
-    """Of weights and states that nodes use. there: as of `sizes_of`; seen: those that count already."""
+def _bytes(nodes: Sequence[Node], device: Device, there: HostRule, seen: set[str], slots: int = 0) -> int:
+    """Of weights and states that nodes use. there, slots: as of `sizes_of`; seen: those that count already."""
     found = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.kind in ("weight", "state") and t.name not in seen}
     seen |= found.keys()
-    found = {name: t for name, t in found.items() if t.kind == "state" or t not in there}
-    return sum(device_bytes(t, device) if t.kind == "weight" else nbytes(t) for t in found.values())
+    weights = {name: t for name, t in found.items() if t.kind == "weight" and t in there}
+    cached = slot_bytes(weights, weights, slots, device)
+    found = {name: t for name, t in found.items() if name not in weights}
+    return cached + sum(device_bytes(t, device) if t.kind == "weight" else nbytes(t) for t in found.values())
 
 
 def _embedding(graph: Graph, device: Device, there: HostRule) -> int:
@@ -96,7 +98,7 @@ def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, c
             f"expected at most {len(places) + 1}: name fewer with --device"
         )
     there = options.placement.rule(HostRule(layers, lookup_tables(model.whole_graphs())))
-    sizes = [sizes_of(model, device, n_ctx, cache, there) for device in devices]
+    sizes = [sizes_of(model, device, n_ctx, cache, there, options.expert_cache) for device in devices]
     free = [device.free_memory() for device in devices]
     if options.tensor_split is not None:
         if len(options.tensor_split) != count:
@@ -117,8 +119,6 @@ def _check(model: Model, options: LoadOptions, name: str) -> None:
     """Raises SplitError for what needs all layers on one device."""
     if not model.architecture.causal:
         raise SplitError(f"[split] {name}: {model.architecture.name} makes vectors of whole texts, on one device; name one with --device")
-    if options.expert_cache:
-        raise SplitError("[split] --expert-cache: a cache of experts is kept by one device; leave it out, or name one device with --device")
     for option, asked in (("--spec-type", options.spec_type not in (None, "none")), ("--spec-pinned", bool(options.spec_pinned))):
         if asked:
             raise SplitError(f"[split] {option}: drafts are made on one device; leave it out, or name one device with --device")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vkback.device import Arena, BufferRange, Commands, Device
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.device_state import DeviceState
+from vkback.engine.expert_cache import ExpertCache, expert_cache
 from vkback.engine.host_weights import HostRule, host_weights, lookup_tables
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import LoadOptions
@@ -21,6 +22,7 @@ from vkback.events import Report, Reported, progress_log
 from vkback.graph import Tensor
 from vkback.models.registry import Model
 from vkback.ops.dispatch import Dispatch
+from vkback.plan.passes.experts import is_cache
 from vkback.plan.schedule import Schedule
 from vkback.program import Program, WeightRanges
 from vkback.shader import ShaderLibrary
@@ -90,6 +92,7 @@ class Stage:
     ubatch    tokens of the largest of these, None for the device's default
     prompts   their programs of several tokens
     state     their caches
+    expert_cache  of those of its layers whose experts lie in memory of the host; None: there is none
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class Stage:
         self.kernels = KernelCompiler(device, library, report)
         self.weights: dict[str, WeightRanges] = {}
         self.checkpoint: Checkpoint | None = None
+        self.expert_cache: ExpertCache | None = None
         self.ubatch = ubatch
-        self._weights_arenas: list[Arena] = []
+        self._arenas: list[Arena] = []
         self._state: DeviceState | None = None
         self._inputs: Arena | None = None
         self._back: Arena
@@ -153,20 +157,24 @@ class Stage:
 
     def share(self, other: Stage) -> None:
         """Use the weights of another text's stage."""
-        self.weights, self.plans.ctx = other.weights, other.plans.ctx
+        self.weights, self.expert_cache = other.weights, other.expert_cache
+        self.plans.use_context(other.plans.ctx)
 
     def load(self, options: LoadOptions) -> None:
         """Bring its weights to the device, and those that are asked for to memory of the host."""
         known = self._model.architecture.by_context
         weights = {name: self._model.hp.weights[name] for name in known if self._model.hp.has_weight(name)} | self._tensors("weight")
         rule = options.placement.rule(HostRule(self._model.hp.n_layer, lookup_tables(self._model.whole_graphs())))
-        there = host_weights(weights, rule, self.device).names
-        with WeightLoad(self._model.file, weights, self.device, self._library, repack=options.repack, in_host=there) as load:
-            progress_log.info("loading %s: %.0f MB, for %s", self._model.file.path, load.total_bytes / 1e6, self.device.caps.name)
+        there, file = host_weights(weights, rule, self.device), self._model.file
+        self.expert_cache = expert_cache(self.device, self.plans, there, options.expert_cache, self._schedules, str(file.path))
+        self._arenas += self.expert_cache.arenas if self.expert_cache is not None else []
+        with WeightLoad(file, weights, self.device, self._library, repack=options.repack, in_host=there.names) as load:
+            progress_log.info("loading %s: %.0f MB, for %s", file.path, load.total_bytes / 1e6, self.device.caps.name)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:
                 load.run(work.advance, work.waits_for)
             loaded = load.loaded()
-        self.weights, self._weights_arenas = loaded.ranges, loaded.arenas
+        self.weights = loaded.ranges
+        self._arenas += loaded.arenas
         if loaded.beyond_f16 or loaded.coarse:
             self.prompts.close()
             self.plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
@@ -240,18 +248,23 @@ class Stage:
     def close(self) -> None:
         """Destroy everything but the device."""
         self.release()
-        for arena in self._weights_arenas:
+        for arena in self._arenas:
             arena.destroy()
-        self._weights_arenas = []
+        self._arenas = []
 
     def _tensors(self, kind: str) -> dict[str, Tensor]:
         """Those that programs of one and of several tokens use."""
-        schedules = [self.plans.token("logits"), self.plans.prompt(self.prompts.sizes()[-1], "none")]
-        return {t.name: t for s in schedules for t in s.tensors().values() if t.kind == kind}
+        return {t.name: t for s in self._schedules() for t in s.tensors().values() if t.kind == kind and not is_cache(t)}
+
+    def _schedules(self) -> list[Schedule]:
+        return [self.plans.token("logits"), self.plans.prompt(self.prompts.sizes()[-1], "none")]
 
     def _bind(self, schedule: Schedule, inputs: dict[str, BufferRange], activations: BufferRange | None = None) -> Program:
         self.kernels.compile(schedule.dispatches())
-        return Program(self.device, self._library, schedule, self.state.ranges | inputs, self.weights, activations)
+        given, weights = self.state.ranges | inputs, self.weights
+        if self.expert_cache is not None:
+            given, weights = given | self.expert_cache.tables, weights | self.expert_cache.slots
+        return Program(self.device, self._library, schedule, given, weights, activations)
 
     def _rescale(self, overflowed: dict[str, float], rows: int) -> Sequence[int]:
         """Bring activations back into the range of f16. rows: as of `Prompts`."""
