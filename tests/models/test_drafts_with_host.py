@@ -13,11 +13,13 @@ from tiny_models import tiny
 import vkback
 from vkback.api import GenerateOptions
 from vkback.device import Device
-from vkback.engine.constraint import Ahead, only_token
+from vkback.engine.constraint import Ahead, JsonGrammar, only_token
 from vkback.engine.drafts import Drafts, HostPace, Probe, StepTimes
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
+from vkback.models.registry import Model
+from vkback.paths import builtin_model
 
 N_CTX, VOCAB = 128, 331
 PROMPT = (5, 6, 7, 5, 6, 8, 5, 6, 7)
@@ -55,7 +57,7 @@ class Every:
         self.taken.append(token)
 
     def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
-        found, place = Ahead(), len(self.taken)
+        found, place = Ahead(masks=[self.mask()]), len(self.taken)
         for i in range(most):
             mask = self._mask(place + i)
             token = only_token(mask)
@@ -137,6 +139,25 @@ def test_json_is_the_same_text_with_drafts(device: Device) -> None:
             assert drafted.timings.draft_accepted > 5, "what alone may come is drafted"
 
 
+def test_forced_text_is_drafted_as_the_vocabulary_splits_it() -> None:
+    """Masks leave one token alone wherever the bytes are forced, though others begin with fewer of them."""
+    pytest.importorskip("llguidance", reason="JSON by a schema needs llguidance")
+    model = Model.open(builtin_model("demo-dense"))
+    schema = {"type": "object", "properties": {n: {"type": "boolean"} for n in ("a_long_name", "of another")}, "required": ["a_long_name"]}
+    constraint = JsonGrammar(model.tokenizer, model.hp.n_vocab).constraint(schema)
+    text = model.tokenizer.encode('{"a_long_name": true, "of another": false}', add_bos=False)
+    for word in ("a_long_name", "of another"):
+        ids = model.tokenizer.encode(f'{word}"', add_bos=False)
+        assert len(ids) > 2 and bytes(f'{word}"', "utf-8") == b"".join(model.tokenizer.token_bytes(i) for i in ids)
+    longest = 0
+    for i, token in enumerate(text):
+        found = constraint.ahead([], 16)
+        assert found.tokens == text[i : i + len(found.tokens)] and len(found.masks) == len(found.tokens) + 1
+        longest = max(longest, len(found.tokens))
+        constraint.take(token)
+    assert longest == len(model.tokenizer.encode('a_long_name"', add_bos=False))
+
+
 def test_one_token_of_a_mask_is_known() -> None:
     mask = np.zeros(4, np.int32)
     assert only_token(mask) == -1
@@ -172,3 +193,7 @@ def test_drafts_that_the_host_looks_up_stop_where_they_do_not_pay() -> None:
     unmeasured = HostPace(Drafts(most=7), None)
     assert unmeasured.columns(7) == 1 and unmeasured.wants_drafts(7, 100) and not unmeasured.wants_drafts(7, 10)
     assert HostPace(Drafts(pinned=8, most=0), None).columns(0) == 8
+    before = pace.columns(7)
+    for _ in range(8000):
+        pace.take([], [1], 1)  # a long text in which nothing is found
+    assert pace.columns(7) == before

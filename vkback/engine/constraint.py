@@ -37,7 +37,7 @@ class ConstraintError(VkbackError):
 
 @dataclass(frozen=True)
 class Ahead:
-    """Tokens that may come, and of each the mask after it."""
+    """Tokens that may come, and masks: that of the next token, and the one after each of these; no masks where there is no constraint."""
 
     tokens: list[int] = field(default_factory=list)
     masks: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -66,7 +66,8 @@ class Constraint(Protocol):
         """This one came."""
 
     def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
-        """At most so many drafts, and what may come after each: of these tokens, or where one alone may come that one. Changes nothing."""
+        """What may come now, and at most so many drafts, each with what may come after it: of these tokens, or where one alone may come
+        that one. Changes nothing."""
 
 
 NEEDS = "[json] JSON by schema, or a text by grammar, needs llguidance, which is not installed: pip install 'vkback[json]'"
@@ -236,8 +237,11 @@ class SchemaConstraint:
 
     def ahead(self, tokens: Sequence[int], most: int, *, to_end: bool = True) -> Ahead:
         """As Constraint. to_end: False: up to where the text is whole."""
-        found, matcher, mask = Ahead(), self._matcher.deep_copy(), self.mask()
-        guessed = list(tokens[:most])
+        mask = self.mask()
+        found, guessed = Ahead(masks=[mask]), list(tokens[:most])
+        if not most or (not guessed and only_token(mask) < 0):
+            return found
+        matcher = self._matcher.deep_copy()
         while len(found.tokens) < most:
             at, token = len(found.tokens), only_token(mask)
             if token < 0:

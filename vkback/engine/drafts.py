@@ -307,7 +307,8 @@ class HostPace:
         """A step with these drafts, or one that had none though these were found, has made these tokens."""
         right = next((i for i, (a, b) in enumerate(zip(drafts, made, strict=False)) if a != b), min(len(drafts), len(made)))
         tried = min(right + 1, len(drafts), len(made))
-        self._right, self._tried = KEPT_SHARE * self._right + right, KEPT_SHARE * self._tried + tried
+        if tried:
+            self._right, self._tried = KEPT_SHARE * self._right + right, KEPT_SHARE * self._tried + tried
         self._made += len(made)
         if columns > 1 and self._times is not None:
             self._saved += len(made) - self._times.of[columns]

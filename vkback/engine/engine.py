@@ -1381,12 +1381,12 @@ class Engine:
                     drafts = ahead.tokens[: columns - 1]
                     programs.give(self.n_past, drafts)
                     if constraint is not None:
-                        programs.give_masks([constraint.mask(), *ahead.masks], columns)
+                        programs.give_masks(ahead.masks, columns)
                     loop = programs.loop(columns, run.kind, 1, logits=wants_logits)
                 else:
                     drafts = ahead.tokens
                     if constraint is not None:
-                        self.device.upload(tokens.inputs["mask"], constraint.mask())
+                        self.device.upload(tokens.inputs["mask"], ahead.masks[0])
                     loop = tokens.loop(run.kind, 1, logits=wants_logits)
                 ticket, number = tokens.submit(loop)
                 ticket.wait()

@@ -167,7 +167,7 @@ class TriggeredConstraint:
 
     def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
         # A call may begin within text that is free.
-        return Ahead() if self._inner is None else self._inner.ahead(tokens, most, to_end=False)
+        return Ahead(masks=[self._free]) if self._inner is None else self._inner.ahead(tokens, most, to_end=False)
 
     def take(self, token: int) -> None:
         if self._inner is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Literal
@@ -21,6 +21,7 @@ from vkback.checks import whole, wrong
 from vkback.device import DeviceLost, Timeout
 from vkback.engine.barrier_trial import TIMED_OUT
 from vkback.engine.batch.caches import PagedCaches
+from vkback.engine.batch.host_drafts import HostDrafts
 from vkback.engine.batch.pages import PagePool, PrefixCache
 from vkback.engine.batch.scheduler import (
     MAX_STEPS,
@@ -149,9 +150,9 @@ class _Work:
     """A request, and what the device knows of it. loop: words of its loop before the ring, but for the limit. column: of its steps, -1:
     none. pages: entries of the page table that are written. seen: steps of its loop that were reported. begun: its prompt is in the
     staging cache, in part. mask: of its constraint, for the next token. chain: of its samplers, where it waited on the host. probe: what
-    could have been drafted of it beside others. behind: tokens that its text on the device may lack, which are in its loop's ring if they
-    are few; -1: it is not there. counted: its drafts since it is. picker: of its tokens, where the host picks
-    them."""
+    could have been drafted of it beside others. looked_up: its drafts, where the host has to see every token. behind: tokens that its text
+    on the device may lack, which are in its loop's ring if they are few; -1: it is not there. counted: its drafts since it is. picker: of
+    its tokens, where the host picks them."""
 
     request: Request
     text: Text
@@ -166,6 +167,7 @@ class _Work:
     chain: npt.NDArray[np.float32] | None = None
     mask: npt.NDArray[np.int32] | None = None
     probe: Probe | None = None
+    looked_up: HostDrafts | None = None
     behind: int = -1
     counted: DraftCounts = field(default_factory=DraftCounts)
     picker: HostPicker | None = None
@@ -173,11 +175,14 @@ class _Work:
 
 @dataclass(eq=False)
 class _Submitted:
-    """A step that the scheduler gave. flight: None where all of its texts had ended before it could be submitted."""
+    """A step that the scheduler gave. flight: None where all of its texts had ended before it could be submitted. columns: of each text
+    whose drafts the host looks up, those of its last token and its drafts. looked: seconds that looking them up took."""
 
     action: Step
     flight: Flight | None
     began: float
+    columns: Mapping[int, list[int]] = field(default_factory=dict)
+    looked: float = 0.0
 
 
 @dataclass
@@ -313,7 +318,7 @@ class Batch:
         self._flying: deque[_Submitted] = deque()
         self._made: list[Update] = []
         self._ids = count()
-        self._last_done = 0.0
+        self._last_done = self._looked = 0.0
         self._solo: Solo | None = None
         engine.reset()
 
@@ -378,7 +383,8 @@ class Batch:
             picker = HostPicker(self.engine, request.tokens, request.processors, request.sampler, stop_at_eos=request.stop_at_eos)
             loop = loop_state(Sampler(), [])[:LOOP_RING]
         self.scheduler.add(text)
-        self._works[text.id] = _Work(request, text, loop, mask=mask, picker=picker)
+        self._works[text.id] = work = _Work(request, text, loop, mask=mask, picker=picker)
+        self._look_up(work)
         return text.id
 
     def fork(self, id: int, *, sampler: Sampler | None = None, max_tokens: int | None = None) -> int:
@@ -585,15 +591,17 @@ class Batch:
             self._drain()  # whose time would hold that of compilers
             self._programs.record(action.width, kind, action.count)
             columns = self._in(action)
+        given = {c.text.id: self._columns_of(self._works[c.text.id]) for c in columns if c.steps}
         if kind.masked:
-            self._upload_masks([self._works[c.text.id] for c in columns if c.steps])
+            self._write_masks([(self._works[id], own) for id, own in given.items()], drafting=drafting)
         began = time.perf_counter()
         for c in columns:
             work = self._works[c.text.id]
             if c.steps and not work.took.began:
                 work.took.began = began
         flight = self._programs.submit(action.width, kind, action.count, self._edits)
-        self._flying.append(_Submitted(action, flight, began))
+        self._flying.append(_Submitted(action, flight, began, given, self._looked if drafting else 0.0))
+        self._looked = 0.0
         self.counters.steps += action.count
         self.counters.columns += sum(c.steps + c.tokens - 1 for c in action.columns)
 
@@ -672,25 +680,50 @@ class Batch:
             if tokens and not work.begun:
                 work.begun, work.took.reused = True, c.first
             for row, token in enumerate(tokens, c.first):
-                self._put(next(holes), work.text, token, row, draws=False)
+                self._put(next(holes), work.text, token, row, draws=0)
             self.counters.read += len(tokens)
 
     # Drafts
 
     def _may_draft(self, work: _Work) -> Drafts | None:
-        """Those that a text may have beside others: none where the host or its sampler has to see every token; of a recurrent model as many
-        as there are states to go back to."""
+        """Those that a text may have beside others: none where its tokens are picked on the host, or each moves its sampler on; of a
+        recurrent model as many as there are states to go back to."""
         request, drafts = work.request, work.request.drafts
         if drafts is not None and self.limits.recurrent:
             drafts = drafts.at_most(self._caches.kept - 2)
         if drafts is None or not drafts.most or drafts.model or not request.max_tokens:
             return None
-        plain = not (request.constraint or request.logits or request.processors or request.sampler.moves)
-        return drafts if plain else None
+        return None if request.processors or request.sampler.moves else drafts
+
+    def _look_up(self, work: _Work, made: Sequence[int] = ()) -> None:
+        """The host takes tokens of a text that it has to see every token of, and finds drafts for its next step, and the mask."""
+        request, text = work.request, work.text
+        if not request.constraint and not request.logits:
+            return
+        drafts = self._may_draft(work)
+        if drafts is None:
+            work.mask = request.constraint.mask() if request.constraint is not None else None
+            return
+        began = time.perf_counter()
+        if work.looked_up is None:
+            work.looked_up = HostDrafts(drafts, request.constraint, text.tokens)
+        work.looked_up.take(made)
+        few = 2 * self.scheduler.running <= self.limits.max_step_tokens
+        work.looked_up.look(min(text.limit - len(text.made) - 1, self.limits.max_step_tokens - self.scheduler.running) if few else 0)
+        text.gains = work.looked_up.gains
+        work.mask = next(iter(work.looked_up.ahead.masks), None)
+        self._looked += time.perf_counter() - began
+
+    def _columns_of(self, work: _Work) -> list[int]:
+        """Of a text in the next step: that of its last token, and those of drafts that the host has looked up."""
+        own = {i: column for column, (slot, i) in self._draft_columns.items() if slot == work.text.slot}
+        return [work.column, *(own[i + 1] for i in range(work.looked_up.used if work.looked_up is not None else 0))]
 
     def _probe(self, work: _Work, made: Sequence[int]) -> None:
         """Note tokens of a text, and what the scheduler goes by when it shares out columns."""
         text, drafts = work.text, self._may_draft(work)
+        if work.looked_up is not None:
+            return
         if drafts is None or 2 * self.scheduler.running > self.limits.max_step_tokens:
             text.gains, work.probe = (), None
             return
@@ -722,9 +755,21 @@ class Batch:
             work = self._works[c.text.id]
             if c.drafts and not 0 <= work.behind <= RING // 2:
                 self._give_text(work)
+            if work.looked_up is not None:
+                self._give_looked_up(work, c.drafts)
             if work.behind >= 0:
                 # In steps with drafts the device brings its text up to what its loop has made.
                 work.behind = 0 if wanted else work.behind + c.steps
+
+    def _give_looked_up(self, work: _Work, most: int) -> None:
+        """Columns the drafts that the host has found for a text, as many as it has columns and pages for."""
+        assert work.looked_up is not None
+        text, page = work.text, self.paging.page
+        found = work.looked_up.ahead.tokens[: max(min(most, len(text.pages) * page - text.length), 0)]
+        columns = {i: column for column, (slot, i) in self._draft_columns.items() if slot == text.slot}
+        for i, token in enumerate(found):
+            self._put(columns[i + 1], text, token, text.length + i, draws=2 + i)
+        work.looked_up.used = len(found)
 
     def _give_text(self, work: _Work) -> None:
         """The device a text, all of whose tokens are known to the host, and what its drafts are."""
@@ -732,6 +777,8 @@ class Batch:
         assert drafts is not None
         self._settle(work)
         inputs, rows = self._programs.draft_inputs(), self.paging.page * self.paging.max_pages
+        if work.looked_up is not None:
+            drafts = Drafts(0)  # LOOKUP_COLUMNS leaves its columns as the host has written them
         words = np.full(rows, -1, np.int32)
         given = text.tokens if drafts.known is None else drafts.known[:rows]
         words[: len(given)] = given
@@ -774,7 +821,7 @@ class Batch:
         self._note_reused(work)
         column = self._columns.index(None)
         self._columns[column], work.column = work, column
-        self._put(column, text, text.tokens[-1], text.length - 1, draws=True)
+        self._put(column, text, text.tokens[-1], text.length - 1, draws=1)
         loop = work.loop.copy()
         loop[LOOP_LIMIT] = text.limit - len(text.made)
         for i, value in enumerate(loop.tolist()):
@@ -811,11 +858,12 @@ class Batch:
         if not work.took.began and not work.begun and work.text.length - 1 == work.text.rows:  # nothing of its prompt had to be read
             work.took.reused = work.text.rows
 
-    def _put(self, column: int, text: Text, token: int, row: int, *, draws: bool) -> None:
-        """What a column takes in the next step: a token of a text, for a row of its own."""
+    def _put(self, column: int, text: Text, token: int, row: int, *, draws: int) -> None:
+        """What a column takes in the next step: a token of a text, for a row of its own. draws: 0: it picks nothing; 1: it is the last one
+        of the text; 1 + i: draft i."""
         page = self.paging.page
         stored = text.pages[row // page] * page + row % page
-        for name, value in {"tokens": token, "pos": row, "rows": stored, "slots": text.slot, "draws": int(draws)}.items():
+        for name, value in {"tokens": token, "pos": row, "rows": stored, "slots": text.slot, "draws": draws}.items():
             self._edits.put(self._state.word(name, column), value)
 
     def _give_pages(self, work: _Work) -> None:
@@ -850,12 +898,17 @@ class Batch:
         self.device.upload(inputs["bias"].slice(4 * slot * vocab, 4 * vocab), sampler.bias(vocab))
         self.device.upload(inputs["seen"].slice(4 * slot * len(seen), 4 * len(seen)), seen)
 
-    def _upload_masks(self, works: Sequence[_Work]) -> None:
-        mask = self._programs.penalty_inputs()["mask"]
-        size = mask.size // self.paging.n_slots
-        for work in works:
-            words = np.full(size // 4, -1, np.int32) if work.mask is None else work.mask
-            self.device.upload(mask.slice(work.text.slot * size, size), words)
+    def _write_masks(self, works: Sequence[tuple[_Work, list[int]]], *, drafting: bool) -> None:
+        """Of the next step; works: texts with their columns."""
+        rows = self._programs.masks
+        rows[:] = -1
+        for work, columns in works:
+            if not drafting and work.mask is not None:
+                rows[work.text.slot] = work.mask
+            elif work.looked_up is not None and work.looked_up.ahead.masks:
+                rows[columns] = work.looked_up.ahead.masks[: len(columns)]
+            elif work.mask is not None:
+                rows[columns[0]] = work.mask
 
     # Results
 
@@ -911,16 +964,18 @@ class Batch:
         logits = self._logits_of(done.flight)
         self._pick(made, ended, errors, logits)
         self.counters.tokens += sum(map(len, made.values()))
-        self.scheduler.done_step(done.action, made, ended, seconds)
+        self.scheduler.done_step(done.action, made, ended, seconds + done.looked)
         for id, tokens in made.items():
             work = self._works[id]
             self._probe(work, tokens)
             if not work.request.max_tokens:  # its prompt is read, which is all that was wanted
                 tokens = []
-            own = (logits[work.column],) if logits is not None and work.request.logits and work.column >= 0 else ()
-            if work.request.constraint is not None:
+            columns = done.columns.get(id, [])[: len(tokens)]
+            own = tuple(logits[column] for column in columns) if logits is not None and work.request.logits else ()
+            reason = ""
+            if work.request.constraint is not None or work.request.logits:
                 try:
-                    reason = self._constrain(work, work.request.constraint, tokens, last=id in ended)
+                    reason = self._constrain(work, tokens, last=id in ended)
                 except VkbackError as error:
                     reason, errors[id] = "error", error
                 if reason and ended.get(id) != "eos":
@@ -961,14 +1016,15 @@ class Batch:
             if work.picker.at_end:
                 ended[id] = "eos"
 
-    def _constrain(self, work: _Work, constraint: Constraint, tokens: Sequence[int], *, last: bool) -> str:
-        """Tell a text's constraint what came, and get its next mask; "stop" where nothing may come any more."""
-        for token in tokens:
-            constraint.take(token)
-        if constraint.ended:
-            return "stop"
+    def _constrain(self, work: _Work, tokens: Sequence[int], *, last: bool) -> str:
+        """Tell a text's constraint what came, and get its next mask, and drafts; "stop" where nothing may come any more."""
+        if (constraint := work.request.constraint) is not None:
+            for token in tokens:
+                constraint.take(token)
+            if constraint.ended:
+                return "stop"
         if tokens and not last:
-            work.mask = constraint.mask()
+            self._look_up(work, tokens)
         return ""
 
     def _logits_of(self, flight: Flight) -> Floats | None:

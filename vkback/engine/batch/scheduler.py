@@ -766,7 +766,7 @@ class Scheduler:
     def _shares(self, texts: Sequence[Text], width: int) -> tuple[int, list[int]]:
         """Columns of the program for a step of these texts with drafts, and the drafts of each; none where they do not pay."""
         limits, none = self.limits, (width, [0] * len(texts))
-        if self.most_steps == 1 or not any(text.gains for text in texts):
+        if not any(text.gains for text in texts):
             return none
         if self._draft_saved < -LOST_STEPS * self.step_seconds(width):
             return none

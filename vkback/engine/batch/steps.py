@@ -89,7 +89,8 @@ def step_graph(model: Model, cache: CacheTypes, columns: int, kind: Kind, paging
         dry = Tensor("dry", "I32", (paging.n_slots, dry_words(vocab)), "input")
         given = (logits, bias, seen, loops, tokens, pos, slots, draws)
         if kind.drafts:
-            graph.add("PENALTIES_DRAFTS_COLUMNS", given, (penalized,))
+            masks = (Tensor("masks", "I32", (columns, mask_words(vocab)), "input"),) if kind.masked else ()
+            graph.add("PENALTIES_DRAFTS_COLUMNS", (*given, *masks), (penalized,))
             if kind.dry:
                 graph.add("DRY_DRAFTS_COLUMNS", (penalized, seen, loops, pos, dry, slots, draws, tokens), (penalized,))
             counted = (seen,)
@@ -149,6 +150,7 @@ class StepPrograms:
         self._block: tuple[Arena, BufferRange] | None = None
         self._logits: tuple[Arena, BufferRange] | None = None
         self._penalties: tuple[Arena, dict[str, BufferRange]] | None = None
+        self._masks: tuple[list[Arena], BufferRange, BufferRange] | None = None
         self._others: dict[str, tuple[Arena, BufferRange]] = {}
         self._drafts: tuple[Arena, dict[str, BufferRange]] | None = None
         self._draft_backs: tuple[Arena, list[BufferRange]] | None = None
@@ -206,16 +208,37 @@ class StepPrograms:
         return Flight(ticket, back, columns, self._logits[1] if kind.logits and self._logits else None, draft)
 
     def penalty_inputs(self) -> dict[str, BufferRange]:
-        """Memory of bias [n_slots, vocab], seen [n_slots, ...] and mask [n_slots, ...], taken when it is first used."""
+        """Memory of bias [n_slots, vocab] and seen [n_slots, ...], taken when it is first used."""
         if self._penalties is None:
             vocab, slots = self._engine.model.hp.n_vocab, self.paging.n_slots
-            words = {"bias": vocab, "seen": SEEN_COUNTS + vocab + self.paging.page * self.paging.max_pages, "mask": mask_words(vocab)}
+            words = {"bias": vocab, "seen": SEEN_COUNTS + vocab + self.paging.page * self.paging.max_pages}
             arena = self._engine.device.arena("penalties of a batch", sum(aligned(4 * slots * w) for w in words.values()), "device")
             ranges = {name: arena.alloc(4 * slots * w, name) for name, w in words.items()}
             for memory in ranges.values():
                 self._engine.device.upload(memory, np.zeros(memory.size // 4, np.int32))
             self._penalties = arena, ranges
         return self._penalties[1]
+
+    @property
+    def masks(self) -> npt.NDArray[np.int32]:
+        """Those of the next step with masks, which the host writes while nothing is in flight: I32 [., mask_words], of a step with drafts
+        one a column, else one a slot. The step takes them along."""
+        return self._mask_ranges()[0].map().view(np.int32).reshape(-1, mask_words(self._engine.model.hp.n_vocab))
+
+    def _mask_ranges(self) -> tuple[BufferRange, BufferRange]:
+        """Memory of masks that the host writes, and of those that kernels read, taken when it is first used."""
+        if self._masks is None:
+            size = 4 * max(self._state.columns, self.paging.n_slots) * mask_words(self._engine.model.hp.n_vocab)
+            arenas = [self._engine.device.arena("masks of a batch", aligned(size), kind) for kind in ("upload", "device")]
+            self._masks = arenas, arenas[0].alloc(size, "masks of the host"), arenas[1].alloc(size, "masks")
+            self.masks[:] = -1
+        return self._masks[1], self._masks[2]
+
+    def _mask_parts(self, columns: int, kind: Kind) -> tuple[BufferRange, BufferRange]:
+        """The part of them that a kind of step reads."""
+        size = 4 * (columns if kind.drafts else self.paging.n_slots) * mask_words(self._engine.model.hp.n_vocab)
+        written, read = self._mask_ranges()
+        return written.slice(0, size), read.slice(0, size)
 
     def other_input(self, name: Literal["dry", "chains"]) -> BufferRange:
         """Memory of DRY's words, or of chains: [n_slots, ...], taken when it is first used."""
@@ -265,8 +288,11 @@ class StepPrograms:
             if kind.drafts and self._draft_backs is not None:
                 for of_one, memory in zip(others, self._draft_backs[1], strict=True):
                     of_one.append((self.draft_inputs()["draft"], memory))
+            loads = [self._mask_parts(columns, kind)] if kind.masked else []
             self._recordings[key] = [
-                program.record(f"{columns} columns, {kind}, x{steps}", repeat=steps, copies=[*back.copies(program, loops), *more])
+                program.record(
+                    f"{columns} columns, {kind}, x{steps}", repeat=steps, loads=loads, copies=[*back.copies(program, loops), *more]
+                )
                 for back, more in zip(self._backs, others, strict=True)
             ]
         return self._recordings[key]
@@ -279,6 +305,8 @@ class StepPrograms:
             inputs = self._caches.ranges | self._state.inputs(columns)
             if kind.penalties or kind.masked:
                 inputs |= self.penalty_inputs()
+            if kind.masked:
+                inputs["masks" if kind.drafts else "mask"] = self._mask_parts(columns, kind)[1]
             if (lora := self._engine.model.lora) is not None and lora.switched:
                 inputs[SCALES] = self.adapter_scales()
             if kind.dry:
@@ -326,4 +354,6 @@ class StepPrograms:
         for held in (self._logits, self._penalties, self._drafts, self._draft_backs, *self._others.values()):
             if held is not None:
                 held[0].destroy()
+        for arena in self._masks[0] if self._masks is not None else ():
+            arena.destroy()
         self._back_arena.destroy()
