@@ -18,7 +18,7 @@ import vkback
 from vkback.api import GenerateOptions
 from vkback.device import BufferRange, Device
 from vkback.engine.batch import scheduler
-from vkback.engine.batch.batch import Batch, Request
+from vkback.engine.batch.batch import Batch, Request, Update
 from vkback.engine.batch.host_drafts import LONGEST_REST, HostDrafts
 from vkback.engine.batch.shares import best_share
 from vkback.engine.constraint import Ahead
@@ -178,7 +178,7 @@ def test_masks_go_to_the_device_with_the_step(drafted: bool, tmp_path: Path, dev
         with Batch(engine, sequences=2, page=PAGE, rows=60 * PAGE, pinned=True, max_step_tokens=8) as batch:
             for request in asked:
                 batch.add(replace(request, constraint=Every()))
-            made = []
+            made: list[Update] = []
             while len({update.id for update in made}) < 2 or batch.counters.drafts.steps < drafted:
                 made += batch.advance()
             monkeypatch.setattr(Device, "upload_many", counted)
