@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafter_kit import N_CTX, PROMPT, SAMPLERS, check_rows, check_texts, text_of
 from eagle3_kit import EPS, Floats, Head, write_head
 from tiny_models import TINY, changed, tiny
 
@@ -29,9 +30,6 @@ from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 
 DATA = Path(__file__).parents[1] / "data"
-
-N_CTX = 96
-PROMPT = (5, 6, 7, 5, 6, 8, 5, 6, 7)
 
 IDS = np.random.default_rng(3).permutation(331)[:100].astype(np.int64)
 """Of the tokens that a head's output layer knows."""
@@ -114,19 +112,6 @@ def test_logits_of_a_head_are_those_of_numpy(variant: str, tmp_path: Path, devic
         arena.destroy()
 
 
-SAMPLERS = {
-    "greedy": Sampler(),
-    "temperature": Sampler(temp=0.8, top_k=20, seed=3),
-    "penalties": Sampler(temp=0.7, repeat_penalty=1.2, penalty_last_n=-1, seed=5),
-}
-
-
-def text_of(engine: Engine, sampler: Sampler, drafts: Drafts | None, n: int = 30) -> list[int]:
-    engine.reset()
-    engine.prompt(PROMPT[:-1])
-    return list(engine.generate(PROMPT[-1], n, sampler=sampler, stop_at_eos=False, drafts=drafts))
-
-
 @pytest.mark.vulkan
 @pytest.mark.parametrize("arch", ["llama", "qwen35", *(pytest.param(a, marks=pytest.mark.exhaustive) for a in ("gemma3", "gpt-oss"))])
 def test_a_head_changes_no_text_and_the_target_keeps_its_rows(arch: str, tmp_path: Path, device: Device) -> None:
@@ -134,24 +119,13 @@ def test_a_head_changes_no_text_and_the_target_keeps_its_rows(arch: str, tmp_pat
     target = tiny(arch, tmp_path)
     layers = [min(il, Model.open(target).hp.n_layer - 1) for il in range(3)]
     with opened(target, write_head(tmp_path / "head.gguf", target, ids=IDS, layers=layers), device) as engine:
-        il = engine.model.hp.n_layer
-        for name, sampler in SAMPLERS.items():
-            text = text_of(engine, sampler, Drafts(pinned=4, known=(-1,)))
-            assert text_of(engine, sampler, Drafts(3, pinned=4, model=True)) == text, name
-            counts = engine.draft_counts
-            assert counts.drafted >= 3 * (counts.steps - 2), "three a step"
-            wrong = tuple((t + 1) % engine.model.hp.n_vocab for t in (*PROMPT, *text))
-            assert text_of(engine, sampler, Drafts(pinned=4, known=wrong)) == text, name
+        text = check_texts(engine, SAMPLERS)
+        sampler = [*SAMPLERS.values()][-1]
+        assert text_of(engine, sampler, Drafts(3, pinned=4, model=True)) == text
+        drafted = engine.draft_counts.drafted
         assert text_of(engine, sampler, Drafts(3, pinned=4, model=True, p_min=0.9)) == text
-        assert engine.draft_counts.drafted < counts.drafted / 2, "random logits are not that sure"
-        rows = engine.n_past
-        after_drafts, names = engine.snapshot().arrays, (HIDDEN, f"cache_k_l{il}", f"cache_v_l{il}")
-        engine.reset()
-        engine.prompt([*PROMPT, *text][:rows])
-        for key, values in ((name, engine.snapshot().arrays[name]) for name in names):
-            same = np.asarray(values, np.float64)[:, : rows - (key != HIDDEN)]  # the last entry is that of the last token
-            here = np.asarray(after_drafts[key], np.float64)[:, : same.shape[1]]
-            assert nmse(here, same) < 1e-5, key
+        assert engine.draft_counts.drafted < drafted / 2, "random logits are not that sure"
+        check_rows(engine, text, engine.model.hp.n_layer)
 
 
 ALIKE = 40.0

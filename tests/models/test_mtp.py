@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafter_kit import N_CTX, PROMPT, SAMPLERS, check_rows, check_texts, text_of
 from tiny_models import changed, tiny, with_mtp_block
 
 import vkback
@@ -17,37 +17,14 @@ from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.gguf.file import GgufFile
-from vkback.models.mtp import HIDDEN
 from vkback.models.registry import Model
-
-N_CTX = 96
-PROMPT = (5, 6, 7, 5, 6, 8, 5, 6, 7)
-
-SAMPLERS = {
-    "greedy": Sampler(),
-    "temperature": Sampler(temp=0.8, top_k=20, seed=3),
-    "penalties": Sampler(temp=0.7, repeat_penalty=1.2, penalty_last_n=-1, seed=5),
-    "bias": Sampler(logit_bias=((7, 2.0), (9, -np.inf))),
-}
 
 LIKE = {"qwen35": 1, "qwen35moe": 1, "qwen3next": 1, "glm4moe": 2}
 """A block with attention of each architecture."""
 
 
-def made(engine: Engine, sampler: Sampler, drafts: Drafts | None, n: int = 30, prompt: Sequence[int] = PROMPT) -> list[int]:
-    engine.reset()
-    engine.prompt(prompt[:-1])
-    return list(engine.generate(prompt[-1], n, sampler=sampler, stop_at_eos=False, drafts=drafts))
-
-
 def opened(path: Path, device: Device, pinned: int = 4) -> Engine:
     return Engine.open(path, device, LoadOptions(ctx=N_CTX, act="f32", spec_type="draft-mtp", spec_pinned=pinned))
-
-
-def kept(engine: Engine, block: int) -> dict[str, np.ndarray]:
-    """What the block has of the text so far: hidden rows, K and V."""
-    arrays = engine.snapshot().arrays
-    return {name: np.asarray(arrays[name], np.float64) for name in (HIDDEN, f"cache_k_l{block}", f"cache_v_l{block}")}
 
 
 @pytest.mark.vulkan
@@ -56,22 +33,8 @@ def test_an_mtp_block_changes_no_text_and_keeps_its_rows(arch: str, tmp_path: Pa
     path = with_mtp_block(tiny(arch, tmp_path), like=LIKE[arch])
     block = Model.open(path).hp.n_layer
     with opened(path, device) as engine:
-        for name, sampler in SAMPLERS.items():
-            text = made(engine, sampler, Drafts(pinned=4, known=(-1,)))
-            assert made(engine, sampler, Drafts(3, pinned=4, model=True)) == text, name
-            counts = engine.draft_counts
-            assert counts.drafted >= 3 * (counts.steps - 2), "three a step"
-            wrong = tuple((t + 1) % engine.model.hp.n_vocab for t in (*PROMPT, *text))
-            assert made(engine, sampler, Drafts(pinned=4, known=wrong)) == text, name
-        found = kept(engine, block)
-        rows = engine.n_past
-        engine.reset()
-        engine.prompt([*PROMPT, *text][:rows])
-        read = kept(engine, block)
-        for key, values in read.items():
-            same = values[:, : rows - (key != HIDDEN)]  # the last entry of the block is that of the last token
-            here = found[key][:, : same.shape[1]]
-            assert np.square(same - here).sum() < 1e-5 * np.square(same).sum(), key
+        text = check_texts(engine, {**SAMPLERS, "bias": Sampler(logit_bias=((7, 2.0), (9, -np.inf)))})
+        check_rows(engine, text, block)
 
 
 @pytest.mark.vulkan
@@ -86,8 +49,8 @@ def test_a_block_that_knows_what_comes_is_always_right(tmp_path: Path, device: D
     norm = file.tensors["output_norm.weight"].data.reshape(-1).view(np.float32)
     path = with_mtp_block(source, like=1, eh_proj=half, enorm=np.ones(n_embd, np.float32), shared_head_norm=norm)
     with opened(path, device) as engine:
-        text = made(engine, Sampler(), Drafts(pinned=4, known=(-1,)))
-        assert made(engine, Sampler(), Drafts(3, pinned=4, model=True)) == text
+        text = text_of(engine, Sampler(), Drafts(pinned=4, known=(-1,)))
+        assert text_of(engine, Sampler(), Drafts(3, pinned=4, model=True)) == text
         counts = engine.draft_counts
         assert counts.accepted == counts.drafted and counts.steps == -(-len(text) // 4)
     with vkback.load(path, device.index, N_CTX, act="f32", spec_type="draft-mtp", draft_max=2) as model:
