@@ -142,3 +142,20 @@ def test_more_tokens_than_steps_and_drafts_are_refused() -> None:
 
 def test_a_submit_makes_no_more_of_a_text_than_its_loop_keeps() -> None:
     assert KEPT_IDS == RING
+
+
+def test_a_class_that_was_slow_once_is_tried_again() -> None:
+    """Measured while others had the machine, it would never be seen again."""
+    s, widths = scheduler(), list[int]()
+    s.probed(2, 1.0)
+    for i in range(2):
+        s.add(Text(i, "", (1,), 2000, gains=(1.0, 2.0, 3.0)))
+    while s.texts:
+        action = s.next()
+        assert isinstance(action, Step)
+        drafts = any(c.drafts for c in action.columns)
+        widths.append(action.width if drafts else 0)
+        slow = drafts and len([w for w in widths if w]) <= 4
+        made = {c.text.id: [1] * min(c.steps * (1 + c.drafts), c.text.limit - len(c.text.made)) for c in action.columns}
+        s.done_step(action, made, {}, action.count * (4.5 if slow else 1.1))
+    assert len([w for w in widths[-100:] if w]) > 50

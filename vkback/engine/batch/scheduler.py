@@ -32,6 +32,8 @@ SUBMIT_SECONDS = 0.004
 """Work of one submit: long enough that submitting costs little of it, short enough that a client that leaves is noticed."""
 LOST_STEPS = 8
 """Steps whose time drafts may cost before they rest."""
+FORGET = 0.99
+"""What is left of a class's seconds with drafts after each step without: what was measured while others had the machine is tried again."""
 KEPT_IDS = 64
 """Tokens that a text may make in a submit: as many as its loop keeps."""
 MAX_STEPS = 8
@@ -428,6 +430,8 @@ class Scheduler:
         if not any(c.drafts for c in action.columns):
             self._step_seconds[action.width] = _smooth(self._step_seconds.get(action.width), seconds / action.count)
             self._draft_saved = min(self._draft_saved + LOSS_SHARE * seconds, 0.0)
+            least = self._step_seconds[action.width]
+            self._draft_seconds = {n: max(FORGET * s, min(s, least)) for n, s in self._draft_seconds.items()}
         elif action.width in self._draft_widths:
             self._draft_seconds[action.width] = _smooth(self._draft_seconds.get(action.width), seconds / action.count)
             texts = len(action.columns)
