@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from tiny_models import tiny
 
 import vkback
 from vkback.api import GenerateOptions
-from vkback.device import Device
+from vkback.device import BufferRange, Device
 from vkback.engine.constraint import Ahead, JsonGrammar, only_token
 from vkback.engine.drafts import Drafts, HostPace, Probe, StepTimes
 from vkback.engine.engine import Engine
@@ -109,6 +110,27 @@ def test_a_text_with_masks_and_logits_is_the_same_with_any_drafts(arch: str, tmp
                     counts = engine.draft_counts
                     if kind == "right":
                         assert counts.accepted == counts.drafted == len(text) - counts.steps >= 30, said
+
+
+@pytest.mark.vulkan
+def test_a_step_with_drafts_is_one_upload_and_one_submit(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one without."""
+    uploads = list[int]()
+    upload = Device.upload_many
+
+    def counted(self: Device, pairs: Sequence[tuple[BufferRange, npt.NDArray[Any]]]) -> None:
+        uploads.append(len(pairs))
+        upload(self, pairs)
+
+    monkeypatch.setattr(Device, "upload_many", counted)
+    with opened("llama", tmp_path, device) as engine:
+        counts = {}
+        for n in (8, 24):
+            uploads.clear()
+            assert len(made(engine, Sampler(), Drafts(pinned=8), Every(), n=n)[0]) == n
+            counts[n] = len(uploads), engine.draft_counts.steps, engine.draft_counts.accepted
+        assert counts[24][2] > counts[8][2] > 0
+        assert counts[24][0] - counts[8][0] <= 24 - 8 - (counts[24][2] - counts[8][2]), "one a step"
 
 
 @pytest.mark.vulkan

@@ -79,21 +79,26 @@ class DraftPrograms:
         inputs = self.inputs()
         self._device.upload_many([(inputs["text"], words[:end]), (inputs["draft"], draft)])
 
-    def give(self, at: int, tokens: Sequence[int]) -> None:
-        """The next step of a text whose drafts are known, which `begin` has begun, has these behind position `at`."""
+    def give(self, at: int, tokens: Sequence[int], columns: int, masks: Sequence[npt.NDArray[np.int32]] = ()) -> None:
+        """The next step, of a text whose drafts are known and which `begin` has begun, has these behind position `at`. masks: of a text
+        with a constraint those of its first columns; the others have no draft. One upload, as of a step without drafts."""
+        uploads = []
         words = np.full(CLASSES[-1], -1, np.int32)
         words[: len(tokens)] = tokens
         words = words[: max(self.before - at - 1, 0)]
         if len(words):
-            self._device.upload(self.inputs()["text"].slice(4 * (at + 1), words.nbytes), words)
+            uploads.append((self.inputs()["text"].slice(4 * (at + 1), words.nbytes), words))
+        if masks:
+            rows = np.full((columns, mask_words(self._tokens.n_vocab)), -1, np.int32)
+            rows[: len(masks)] = masks[:columns]
+            uploads.append((self.masks().slice(0, rows.nbytes), rows.reshape(-1)))
+        if uploads:
+            self._device.upload_many(uploads)
 
-    def give_masks(self, masks: Sequence[npt.NDArray[np.int32]], columns: int) -> None:
-        """Of the first columns of the next step; the others have no draft."""
-        size = mask_words(self._tokens.n_vocab)
-        words = np.full((columns, size), -1, np.int32)
-        for row, mask in zip(words, masks, strict=False):
-            row[:] = mask
-        self._device.upload(self.masks().slice(0, words.nbytes), words.reshape(-1))
+    def give_no_masks(self) -> None:
+        """All columns of the next step may have any token."""
+        masks = self.masks()
+        self._device.upload(masks, np.full(masks.size // 4, -1, np.int32))
 
     def masks(self) -> BufferRange:
         """Those of a constraint, one a column, in memory that is taken when it is first used."""

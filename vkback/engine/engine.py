@@ -1217,7 +1217,7 @@ class Engine:
         """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
         kind, programs = loop_kind(sampler, constrained), self._draft_programs
         if constrained:
-            programs.give_masks([], CLASSES[-1])
+            programs.give_no_masks()
             self.device.upload(self._token_programs.inputs["mask"], np.full(mask_words(self.model.hp.n_vocab), -1, np.int32))
         self._catch_up()
         for checkpoint in self._checkpoints:
@@ -1379,9 +1379,7 @@ class Engine:
                 columns = pace.columns(len(ahead.tokens))
                 if columns > 1:
                     drafts = ahead.tokens[: columns - 1]
-                    programs.give(self.n_past, drafts)
-                    if constraint is not None:
-                        programs.give_masks(ahead.masks, columns)
+                    programs.give(self.n_past, drafts, columns, ahead.masks)
                     loop = programs.loop(columns, run.kind, 1, logits=wants_logits)
                 else:
                     drafts = ahead.tokens
