@@ -40,6 +40,7 @@ from vkback.api.turns import Turns
 from vkback.api.vectors import EMBEDS, Pair, Vectors, pair_of, ranked, vectors, width
 from vkback.device import Device as VulkanDevice
 from vkback.engine.batch.batch import SEQUENCES, Batch
+from vkback.engine.batch.steps import class_of
 from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
 from vkback.engine.draft_model import ROOM
 from vkback.engine.drafts import Drafts
@@ -47,7 +48,7 @@ from vkback.engine.engine import Engine
 from vkback.engine.host_weights import LayersOnDevice, guessed_rates
 from vkback.engine.load_options import Exact, LoadOptions
 from vkback.engine.sampler import Sampler
-from vkback.engine.split.side_by_side import SideBySide
+from vkback.engine.split.side_by_side import ManyTexts, SideBySide
 from vkback.evaluate.perplexity import OnScored, Perplexity
 from vkback.evaluate.perplexity import perplexity as perplexity_of
 from vkback.events import Report
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
 
 CPU_SEQUENCES = 8
 """Texts of a batch that run at once on a CPU driver, unless somebody asks for others: more columns take as much longer there."""
+
+COLUMNS_OF_DRAFTS = 4
+"""Columns of a step for each text of a batch on a CPU driver where drafts were asked for; without them one."""
 
 PINNED_SEQUENCES = 8
 """The same where texts keep their bits whoever is served: one alone takes as long as so many."""
@@ -931,11 +935,21 @@ class LoadedModel:
         if self._batched is None:
             n_ctx = self.engine.n_ctx
             several = len(self.engine.devices) > 1
-            batch = SideBySide(self.engine, sequences) if several else Batch(self.engine, sequences=sequences, rows=rows, reuse=reuse)
+            if several:
+                batch: ManyTexts = SideBySide(self.engine, sequences)
+            else:
+                batch = Batch(self.engine, sequences=sequences, rows=rows, reuse=reuse, max_step_tokens=self._step_tokens(sequences))
             self._batched = BatchedTexts(batch, self._drafts)
             if self.engine.n_ctx != n_ctx:
                 self.warm.clear()
         return self._batched
+
+    def _step_tokens(self, sequences: int) -> int | None:
+        """Columns of a step of `batched`, None for as many as a batch has by itself, which on a CPU driver are one for each text: more of
+        them where drafts were asked for."""
+        drafting = self._drafts is not None and self._drafts.most and not self._drafts.model
+        wide = drafting and self.engine.device.caps.software and not self.engine.pinned
+        return class_of(COLUMNS_OF_DRAFTS * sequences) if wide else None
 
     @property
     def opened(self) -> BatchedTexts | None:
