@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def find_browser() -> str | None:

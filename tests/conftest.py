@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from device_kit import arena, spirv  # noqa: F401  fixtures
 from each_choice import mark_exhaustive
 from make_gguf import gpt_oss_metadata, gpt_oss_tensors, write_gguf
 from model_files import BUILT_IN, hollow
+from waiting import PATIENCE_S
 
 from vkback.device import Capabilities, Device
 from vkback.engine import engine as engine_module
@@ -118,6 +120,14 @@ def quiet_log() -> None:
 def seeds_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds that a request leaves to chance are the same in each run of a test: a text of a rare length fails always or never."""
     monkeypatch.setattr(secrets, "randbits", random.Random(request.node.nodeid).getrandbits)
+
+
+@pytest.fixture(autouse=True)
+def patient_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams have no comments between their events since a busy machine took seconds for one; tests of comments set their own time."""
+    for name in ("vkback.server.app", "vkback.server.front"):
+        if name in sys.modules:
+            monkeypatch.setattr(sys.modules[name], "KEEP_ALIVE_S", PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

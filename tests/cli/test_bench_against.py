@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cli_kit import call
+from waiting import PATIENCE_S
 
 from vkback.cli import vkbench, vkbench_against, vkbench_sides
 from vkback.cli.shell import UsageError
@@ -268,7 +269,7 @@ def test_two_settings_on_a_device(tmp_path: Path) -> None:
         str(least_pairs()),
         "--json",
     ]
-    ran = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
+    ran = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=PATIENCE_S)
     assert ran.returncode == 0, ran.stderr
     (found,) = json.loads(ran.stdout)
     assert (found["fusion"], found["test"], found["pairs"]) == ("none -> all", "tg2", least_pairs())

@@ -239,7 +239,7 @@ def test_model_path_knows_files_and_built_in_names(tmp_path: Path) -> None:
 def test_test_ops_stands_alone() -> None:
     """In a process of its own, where nothing else has imported what it needs."""
     command = [sys.executable, "-m", "vkback.cli.main", "test-ops", "-o", "SILU", "-p", "4096"]
-    done = run_program(command, cwd=REPOSITORY, timeout=120)
+    done = run_program(command, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("  1/1 tests passed\n")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import REPOSITORY
+from waiting import PATIENCE_S
 
 from vkback.cli.terminal import StatusLine
 from vkback.terminal import colours_wanted, redraws
@@ -68,7 +69,7 @@ def on_a_terminal(*words: str, **variables: str) -> str:
                 break
             written += some
         os.close(ours)
-        assert process.wait(60) == 0, written
+        assert process.wait(PATIENCE_S) == 0, written
     return written.decode()
 
 

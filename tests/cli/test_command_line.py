@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_kit import REPOSITORY, FakeEngine, call
+from waiting import PATIENCE_S
 
 from vkback.api import Timings
 from vkback.cli import main, vkbench
@@ -69,7 +70,7 @@ def test_bench_is_vkbench(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, c
 def test_the_package_can_be_executed() -> None:
     for words, usage in ((["run", "-h"], "Usage: vkback run "), (["bench", "-h"], "Usage: vkbench ")):
         line = [sys.executable, "-m", "vkback", *words]
-        done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60, check=True)
+        done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=True)
         assert done.stdout.startswith(usage)
 
 
@@ -85,7 +86,9 @@ def test_the_package_can_be_executed() -> None:
 def test_shells_complete_commands_and_options(program: str, typed: str, offered: list[str]) -> None:
     asked = {f"_{program.upper()}_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     line = [sys.executable, "-c", f"import vkback.cli.start as s; s.{program}()"]
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env={**os.environ, **asked}, timeout=60, check=False)
+    done = subprocess.run(
+        line, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env={**os.environ, **asked}, timeout=PATIENCE_S, check=False
+    )
     assert done.stdout.split() == offered, done.stderr
 
 

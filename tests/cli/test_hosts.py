@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from vkback.cli.hosts import device_list
 from vkback.cluster.connect import host_lines
@@ -103,7 +104,7 @@ def started(*args: str, module: str = "vkback") -> subprocess.Popen[str]:
     )
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if found := what():
@@ -153,7 +154,7 @@ def test_a_killed_worker_loses_no_case(tmp_path: Path) -> None:
     with ended(run):
         wait_for(lambda: keys(journal))
         os.kill(workers_below(run)[0].pid, signal.SIGKILL)
-        said, _ = run.communicate(timeout=180)
+        said, _ = run.communicate(timeout=PATIENCE_S)
         assert run.returncode == 0, said
     assert sorted(keys(journal)) == sorted(lines_of_ops())
     assert (
@@ -176,7 +177,7 @@ def test_a_killed_scheduler_loses_no_case(tmp_path: Path) -> None:
         first.wait()
         before = len(keys(journal))
         with ended(again := scheduler()):
-            said, _ = run.communicate(timeout=180)
+            said, _ = run.communicate(timeout=PATIENCE_S)
             assert run.returncode == 0, said
             assert again.poll() is None
     assert before < len(lines_of_ops()), "it was killed too late"
@@ -190,12 +191,12 @@ def test_a_run_again_does_what_is_missing(tmp_path: Path) -> None:
     journal = tmp_path / "j"
     wanted = ["test-ops", "-o", "SCALE,SQR", "--workers", "1", "--journal", str(journal)]
     run = started(*wanted)
-    said, _ = run.communicate(timeout=120)
+    said, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, said
     whole = journal.read_text().splitlines()
     journal.write_text("\n".join(whole[:-1]) + "\n")
     run = started(*wanted)
-    said, _ = run.communicate(timeout=120)
+    said, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, said
     assert [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:]] == [json.loads(x)["key"] for x in whole[1:]]
     assert f"{len(whole) - 1}/{len(whole) - 1} tests passed" in said
@@ -239,7 +240,7 @@ def in_the_middle(folder: Path) -> Sweep:
         sweep = Sweep(folder)
         return sweep if len({key_and_point for key_and_point in sweep.points if key_and_point[0] not in sweep.results}) >= 3 else None
 
-    found: Sweep = wait_for(looked, 240)  # until programs are compiled
+    found: Sweep = wait_for(looked)  # until programs are compiled
     return found
 
 
@@ -250,7 +251,7 @@ def test_a_killed_worker_loses_no_point_of_a_sweep(swept: Path) -> None:
     with ended(run):
         before = in_the_middle(swept)
         os.kill(workers_below(run)[0].pid, signal.SIGKILL)
-        said, _ = run.communicate(timeout=300)
+        said, _ = run.communicate(timeout=PATIENCE_S)
         assert run.returncode == 0, said
     Sweep(swept).holds_all(before)
     assert len(re.findall(r"worker \S+ is gone \(.*signal 9.*\) while it ran LINEAR\(.*another takes it", said)) == 1, said
@@ -268,7 +269,7 @@ def test_a_killed_scheduler_loses_no_point_of_a_sweep(swept: Path) -> None:
         first.kill()
         first.wait()
         with ended(scheduler()):
-            said, _ = run.communicate(timeout=300)
+            said, _ = run.communicate(timeout=PATIENCE_S)
             assert run.returncode == 0, said
     Sweep(swept).holds_all(before)
     assert said.count("the scheduler at") == 1, said
@@ -284,10 +285,10 @@ def test_a_sweep_whose_command_was_killed_goes_on_from_its_journal(swept: Path) 
         run.kill()
         run.wait()
     before = Sweep(swept)
-    wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below), 30)
+    wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
     run = started(*SWEPT, "--workers", "2", "--resume")
     with ended(run):
-        said, _ = run.communicate(timeout=300)
+        said, _ = run.communicate(timeout=PATIENCE_S)
         assert run.returncode == 0, said
     Sweep(swept).holds_all(before)
 

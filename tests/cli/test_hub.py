@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hf_hub import Hub, hub_environment, served_hub
 from tiny_models import tiny_with_text
+from waiting import PATIENCE_S
 
 from vkback.cli.shell import hub_marked
 from vkback.gguf.hub import HubError, HubUsage, chosen_file, fetched, parts_of
@@ -30,7 +31,7 @@ def vkback(hub_url: str, home: Path, *words: str, **more: str) -> subprocess.Com
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         environment.pop(name, None) if name not in more else None
     line = [sys.executable, "-m", "vkback", *words]
-    return subprocess.run(line, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+    return subprocess.run(line, capture_output=True, encoding="utf-8", env=environment, timeout=PATIENCE_S, check=False)
 
 
 FILES = ["README.md", "m-Q8_0.gguf", "m-Q4_K_M.gguf", "m-IQ4_XS.gguf", "mmproj-m-F16.gguf"]
@@ -106,7 +107,7 @@ def test_a_model_comes_where_there_are_no_symbolic_links(hub: Hub, tmp_path: Pat
     environment = {**os.environ, **hub_environment(hub.url, tmp_path)}
     for _ in range(2):  # fetched, then of the cache
         line = [sys.executable, "-c", NO_LINKS, how]
-        done = subprocess.run(line, capture_output=True, encoding="utf-8", env=environment, timeout=120, check=False)
+        done = subprocess.run(line, capture_output=True, encoding="utf-8", env=environment, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0 and not done.stderr, done.stderr
         assert Path(done.stdout.strip()).read_bytes() == b"a model"
     whole = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"a model"]

@@ -101,9 +101,9 @@ def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, t
 
     assert ended(app) == 143 and codes == [143]
     monkeypatch.setattr(interrupts, "PATIENCE_S", 60)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     assert ended(lambda **_: signal.raise_signal(signal.SIGTERM)) == 143 and codes == [143]
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads, "others may end meanwhile"
 
 
 @unix
@@ -148,7 +148,9 @@ def test_the_exit_code_stands_where_more_signals_come() -> None:
         "atexit.register(signal.raise_signal, signal.SIGINT)\n"
         "start.vkback()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=False
+    )
     assert (done.returncode, done.stderr) == (130, "")
 
 
@@ -439,7 +441,7 @@ def test_a_server_takes_one_ctrl_c_and_lets_replies_end() -> None:
     pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ran = run_program([sys.executable, "-c", SERVER, str(port)], timeout=PATIENCE_S)
+    ran = run_program([sys.executable, "-c", SERVER, str(port)])
     assert sorted(ran.stdout.splitlines()) == ["all of it", "ended"] and ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr and "ERROR" not in ran.stderr, ran.stderr
 

@@ -152,7 +152,7 @@ simulated = pytest.mark.skipif(sys.platform == "win32", reason="it takes away wh
 def without_posix(*arguments: str) -> subprocess.CompletedProcess[str]:
     modules = ("fcntl", "readline", "resource", "termios", "pty", "pwd", "grp", "syslog")
     program = LACKING.format(modules=modules, arguments=arguments)
-    return run_program([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
+    return run_program([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @simulated

@@ -177,7 +177,7 @@ def test_a_first_start_without_a_compiler(command: list[str], processor: str, tm
     )
     own = {"PATH": str(tmp_path), "VKBACK_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     env = os.environ | own | (plain_numpy() if processor == "any processor" else {})
-    ran = run_program([sys.executable, "-c", program], env=env, timeout=300)
+    ran = run_program([sys.executable, "-c", program], env=env)
     if "no device" in ran.stderr.lower():
         pytest.skip("llvmpipe is not among the devices")
     assert ran.returncode == 0, ran.stderr

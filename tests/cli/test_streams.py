@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from vkback import paths
 from vkback.cli import chat
@@ -31,7 +32,7 @@ def command(*args: str, encoding: str, given: bytes = b"", out: Path | None = No
             input=given,
             stdout=subprocess.PIPE if out is None else file,
             stderr=subprocess.PIPE,
-            timeout=120,
+            timeout=PATIENCE_S,
             check=False,
         )
     said = done.stderr.decode()

@@ -17,6 +17,7 @@ import pytest
 from kernel_paths import planned_for
 from shapes import product
 from sweep_kit import CARD, H200, shaders_with, tune, tune_result
+from waiting import PATIENCE_S
 
 from vkback.autotune.chain_sweep import ChainGemvs, expected
 from vkback.autotune.device_table import DeviceTable, table_lock, table_text
@@ -428,7 +429,7 @@ def test_a_run_waits_for_another_of_the_same_device(device: Device, library: Sha
         except BaseException:
             run.kill()
             raise
-    assert run.wait(120) == 0, run.stderr.read()
+    assert run.wait(PATIENCE_S) == 0, run.stderr.read()
     assert "its key" in DeviceTable(device.caps, library, tmp_path).journal.results("of the first")
 
 

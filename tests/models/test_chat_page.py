@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, find_browser
+from waiting import PATIENCE_S
 
 from vkback.api import LoadedModel
 from vkback.device import Device
@@ -40,7 +41,7 @@ def port(device: Device) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

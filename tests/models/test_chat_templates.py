@@ -327,7 +327,7 @@ print(own)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_renders_by_itself_and_the_process_ends_with_its_own() -> None:
-    done = run_program([sys.executable, "-c", FORKING], timeout=120)
+    done = run_program([sys.executable, "-c", FORKING])
     assert done.returncode == 0 and not done.stderr, done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)

@@ -20,7 +20,7 @@ LOOKS = [Look(cycles=n, in_use=1000.0, resident=5000, handles=6, threads=2, aliv
 def test_twenty_cycles_leave_nothing() -> None:
     """In a process of their own. A thousand: tools/cycles.py -n 1000 --tiny."""
     command = [sys.executable, "tools/cycles.py", "-n", "20", "--every", "2", "--tiny", "--no-prompt"]
-    done = run_program(command, cwd=ROOT, timeout=300)
+    done = run_program(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "nothing is left of 20 cycles"
 

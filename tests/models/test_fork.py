@@ -62,7 +62,7 @@ assert not dev.raw.live_objects()
 
 @pytest.mark.parametrize("then", ["nothing", "anew"])
 def test_a_forked_process_is_told_and_ends(then: str, tmp_path: Path) -> None:
-    done = run_program([sys.executable, "-c", PROGRAM, then], cwd=tmp_path, timeout=100)
+    done = run_program([sys.executable, "-c", PROGRAM, then], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     said, *more = map(json.loads, done.stdout.splitlines())

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_server import Served
+from test_server import Served, stop_at_a_piece
 
 from vkback.api.chat_template import CHATML
 from vkback.device import Device
@@ -281,7 +281,8 @@ def _a_schema_holds_a_completion(served: Served) -> None:
 
 @check
 def _a_request_whose_client_has_gone_ends(served: Served) -> None:
-    with pytest.raises(Exception, match="timed out"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="timed out"):
+        stop_at_a_piece(served, patch, PROMPT)
         served.client.post("/completion", json={"prompt": PROMPT, "n_predict": 100000, "ignore_eos": True}, timeout=0.3)
     served.wait("idle")
 

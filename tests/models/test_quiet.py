@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from cli_kit import call
+from waiting import PATIENCE_S
 
 import vkback
 from vkback import paths
@@ -31,7 +32,7 @@ def used(configure: str, cache: str) -> str:
     env = os.environ | {"VKBACK_CACHE": cache, "VK_LOADER_DEBUG": "none"}
     env.pop("VKBACK_DEVICE", None)
     command = [sys.executable, "-c", USE.format(configure=configure)]
-    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

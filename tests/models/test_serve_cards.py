@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from vkback.api import load
 from vkback.device import Device
@@ -30,13 +31,13 @@ def url(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         command += ["--device", f"{device.index},{device.index}"]
         process = subprocess.Popen(command, stderr=out, env={**os.environ, "LP_NUM_THREADS": "1"})
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE_S
         while "Uvicorn running on " not in said.read_text():
             assert process.poll() is None and time.monotonic() < until, said.read_text()
             time.sleep(0.1)
         yield said.read_text().partition("Uvicorn running on ")[2].split()[0]
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.wait()
@@ -44,7 +45,7 @@ def url(device: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
 def get(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=120) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=PATIENCE_S) as reply:
         return json.load(reply)
 
 
@@ -70,7 +71,7 @@ def test_texts_are_those_of_one_card_and_both_work(url: str, device: Device) -> 
 def test_a_killed_process_ends_its_stream_with_an_error_and_comes_back(url: str) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 400, "stream": True, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as stream:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as stream:
         first = stream.readline()
         assert first.startswith(b"data: ")
         busy = next(card for card in get(f"{url}/health")["cards"] if card["status"] == "busy")
@@ -79,7 +80,7 @@ def test_a_killed_process_ends_its_stream_with_an_error_and_comes_back(url: str)
     assert events[-1]["error"]["code"] == "device_lost"
     assert all("error" not in event for event in events[:-1])
     assert text(url, "Once upon a time"), "the other card goes on"
-    until = time.monotonic() + 90
+    until = time.monotonic() + PATIENCE_S
     while any(card["status"] == "device_lost" for card in get(f"{url}/health")["cards"]):
         assert time.monotonic() < until
         time.sleep(0.2)

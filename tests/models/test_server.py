@@ -362,13 +362,13 @@ def answer_later(served: Served, monkeypatch: pytest.MonkeyPatch, go_on: threadi
     monkeypatch.setattr(served.worker, "_answer", lambda request: (go_on.wait(PATIENCE_S), answer(request)))
 
 
-def stop_at_a_piece(served: Served, monkeypatch: pytest.MonkeyPatch, *, running: int = 1) -> None:
-    """Have the worker stop at a piece of the text of PROMPT, once so many run, until the client of that has left."""
+def stop_at_a_piece(served: Served, monkeypatch: pytest.MonkeyPatch, prompt: str = PROMPT, *, running: int = 1) -> None:
+    """Have the worker stop at a piece of a prompt's text, once so many run, until the client of that has left."""
     piece = served.worker.piece
 
     def stopped(request: QueuedRequest, chunk: vkback.Chunk) -> None:
         piece(request, chunk)
-        if request.prompt == PROMPT and served.worker.running == running:
+        if request.prompt == prompt and served.worker.running == running:
             assert request.cancelled.wait(PATIENCE_S)
 
     monkeypatch.setattr(served.worker, "piece", stopped)

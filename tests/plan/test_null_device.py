@@ -50,7 +50,7 @@ with Device.open(statistics=True, compile_only=True) as device:
 def on_null_device(family: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     null = {"RADV_FORCE_FAMILY": family, "VK_ICD_FILENAMES": str(DRIVER), "VK_DRIVER_FILES": str(DRIVER)}
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)} | null
-    return run_program([sys.executable, *arguments], env=env, timeout=120)
+    return run_program([sys.executable, *arguments], env=env)
 
 
 @pytest.fixture(scope="module")

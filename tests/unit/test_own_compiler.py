@@ -8,6 +8,7 @@ import lzma
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_where_the_optimizer_ends_the_shader_is_compiled_without_it(own: Shaderc
 def test_machine_code_is_kept_and_damage_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: ShadercModule) -> None:
     own.compile_into_spirv(PLAIN)
     digest = json.loads((FOLDER / MANIFEST).read_text(encoding="utf-8"))["sha256"][:16]
-    kept = next((cache_dir() / "compilers").glob(f"shaderc-{digest}-*.bin"))
+    kept = cache_dir() / "compilers" / f"shaderc-{digest}-wasmtime-{version('wasmtime')}.bin"
     monkeypatch.setenv("VKBACK_CACHE", str(tmp_path))
     copy = tmp_path / "compilers" / kept.name
     copy.parent.mkdir()

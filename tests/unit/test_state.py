@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import run_program
-from waiting import PATIENCE_S
 
 from vkback.engine import snapshot as state
 from vkback.engine.snapshot import Snapshot, StateError, differences, read_state, write_state
@@ -109,7 +108,7 @@ print(cut)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the processes that are killed are forks")
 def test_a_killed_save_leaves_a_whole_file(tmp_path: Path) -> None:
     """Twenty processes and more that save over and over are killed at some moment: the file is that of a save which came to its end."""
-    done = run_program([sys.executable, "-c", SAVES, str(tmp_path / "state")], timeout=PATIENCE_S)
+    done = run_program([sys.executable, "-c", SAVES, str(tmp_path / "state")])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 4, "kills between saves show nothing"
 
