@@ -6,11 +6,13 @@ either must not depend on it.
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,6 +48,15 @@ def run_program(
         check=check,
         preexec_fn=None if sys.platform == "win32" else let_signals_end,
     )
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 for a program that is about to start: none of those that systems give to whoever asks for any, which one of the
+    programs beside this one may do before it has started."""
+    for port in range(20000 + 31 * os.getpid() % 10000, 32000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError("no port from 20000 to 32000 is free")
 
 
 def let_signals_end() -> None:

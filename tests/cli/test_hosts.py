@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import free_port
 from waiting import PATIENCE_S
 
 from vkback.cli.hosts import device_list
@@ -131,8 +132,7 @@ def lines_of_ops() -> list[str]:
 
 def a_scheduler() -> tuple[str, Callable[[], subprocess.Popen[str]]]:
     """The address of a scheduler of this machine, and what starts it, as often as it is called."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     wanted = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
     return f"tcp://127.0.0.1:{port}", lambda: started(*wanted, module="distributed.cli.dask_scheduler")
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 from cli_kit import REPOSITORY, call
-from processes import new_terminal, run_program, signals_as_usual
+from processes import free_port, new_terminal, run_program, signals_as_usual
 from waiting import PATIENCE_S, wait_until
 
 from vkback.api import LoadedModel
@@ -439,9 +438,7 @@ client.join()
 @unix
 def test_a_server_takes_one_ctrl_c_and_lets_replies_end() -> None:
     pytest.importorskip("uvicorn", reason="vkback[serve] is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ran = run_program([sys.executable, "-c", SERVER, str(port)])
+    ran = run_program([sys.executable, "-c", SERVER, str(free_port())])
     assert sorted(ran.stdout.splitlines()) == ["all of it", "ended"] and ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr and "ERROR" not in ran.stderr, ran.stderr
 

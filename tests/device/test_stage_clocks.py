@@ -60,7 +60,7 @@ def test_workgroups_pass_the_points_in_order(sync: str, tokens: Tokens, ctx: Low
     # The first of them has none before it to count from.
     assert [c.stage for c in clocks] == [i for i, stage in enumerate(planned.stages) if any(d.waits for d in stage)][1:]
     for clock in clocks:
-        assert clock.workgroups > 0 and 0 < clock.took_us < 1e6
+        assert clock.workgroups > 0 and 0 < clock.took_us < 1e8
         known = clock.us[np.isfinite(clock.us).all(axis=1)]
         assert np.isfinite(clock.us[[0, -1]]).all(), f"{clock.labels} did not begin or did not end"
         assert (np.diff(known, axis=0) >= 0).all() and (np.diff(known, axis=1) >= 0).all()
