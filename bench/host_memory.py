@@ -1,9 +1,15 @@
-"""Experts in memory of the host, with and without a cache of them on the device, beside all of them on the device.
+"""Weights in memory of the host, beside all of them on the device.
 
+    python bench/host_memory.py MODEL.gguf --ngl 16,0 [--device 0] [--tests tg128,pp512] [-r 3]
     python bench/host_memory.py MODEL.gguf [--device 0] [--share 0.6] [--skew 0.6] [--tests tg128,pp512] [-r 3]
 
-MODEL is a mixture of experts, one that `vkback synth` made for this, since --skew changes it in place: the rows of each layer's router are
-multiplied by exp(skew * z), z normal, so that some experts are chosen often, as in a trained model. --skew 0 leaves it alone.
+With --ngl whole layers: the table has tokens a second with so many layers on the device, what the forecast said of them, and how often a
+piece of a prompt, or a token, has read the weights of the others: the time that it took longer, by the time that one read of them takes. 1
+is the least; a product of many tokens reads a weight once for each of its tiles of tokens where the device does not keep it in its cache.
+
+Without it experts, with and without a cache of them on the device. MODEL is a mixture of experts, one that `vkback synth` made for this,
+since --skew changes it in place: the rows of each layer's router are multiplied by exp(skew * z), z normal, so that some experts are chosen
+often, as in a trained model. --skew 0 leaves it alone.
 
 Prints what host and device read a second, and a table: tokens a second with everything on the device; with as many layers' experts in host
 memory as leave --share of the model's bytes on the device; with the experts of all layers there; with these and a cache that fills --share.
@@ -27,6 +33,7 @@ from vkback.api.model import host_rates
 from vkback.cli.vkbench_tests import plan_tests
 from vkback.device import Device
 from vkback.engine.engine import Engine
+from vkback.engine.host_weights import share_left
 from vkback.engine.load_options import ALL_LAYERS, LoadOptions
 from vkback.gguf.file import GgufFile
 from vkback.units import size_text
@@ -72,14 +79,46 @@ def measured(path: Path, device: Device, options: LoadOptions, tests: list[str],
                 share = (engine.count_experts() - before).share
         engine.reset()
         text = list(engine.generate(5, TEXT_TOKENS, stop_at_eos=False))
-        told = f"{loaded:.1f} s to load; {engine.host_weights.expert_layers} layers, {size_text(engine.host_weights.nbytes)} in host memory"
+        rule, size = engine.host_weights.rule, size_text(engine.host_weights.nbytes)
+        told = f"{loaded:.1f} s to load; {rule.layers} whole layers, experts of {engine.host_weights.expert_layers}, {size} in host memory"
         print(f"{told}; {speeds}; {share}", flush=True)
     return Run(speeds, share, nbytes, text)
+
+
+def whole_layers(
+    path: Path, device: Device, layers: list[int], tests: list[str], rates: tuple[float, float], args: argparse.Namespace
+) -> None:
+    """The table of --ngl."""
+    own, host = rates
+    whole = measured(path, device, LoadOptions(ctx=args.ctx, n_gpu_layers="all"), tests, args.repetitions)
+    rows = []
+    for n in layers:
+        how = LoadOptions(ctx=args.ctx, n_gpu_layers=n)
+        found = measured(path, device, how, tests, args.repetitions)
+        with Engine.open(path, device, how) as engine:
+            share = share_left(engine.schedule("decode"), engine.host_weights.names, own, host)
+            token = engine.schedule("decode")
+            read = sum(d.weight_bytes for d in token.dispatches() if {a.tensor.name for a in d.args} & engine.host_weights.names)
+            pieces = {test.name: len(engine.prompt_schedules(test.n_prompt)) + test.n_gen for test in plan_tests(tests, [], [], [], [])}
+        per_read = read / host / 1e9
+        times = {t.name: (t.n_prompt + t.n_gen) for t in plan_tests(tests, [], [], [], [])}
+        longer = {name: times[name] / found.speeds[name] - times[name] / whole.speeds[name] for name in times}
+        reads = {name: longer[name] / pieces[name] / per_read for name in times}
+        rows.append((n, found, share, read, reads))
+    print(f"\n| {path.name} | {' | '.join(f'{t}, t/s' for t in tests)} | x of all | forecast | host bytes a token | reads | same text |")
+    print("|---" * (len(tests) + 6) + "|")
+    print(f"| all on the device | {' | '.join(f'{v:.1f}' for v in whole.speeds.values())} | 1 | 1 | 0 | | |")
+    for n, found, share, read, reads in rows:
+        x = " / ".join(f"{found.speeds[t] / whole.speeds[t]:.4f}" for t in found.speeds)
+        often = " / ".join(f"{each:.2f}" for each in reads.values())
+        speeds = " | ".join(f"{v:.2f}" for v in found.speeds.values())
+        print(f"| -ngl {n} | {speeds} | {x} | {share:.4f} | {read / 1e6:.0f} MB | {often} | {found.text == whole.text} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--ngl", default="", help="layers on the device, with commas")
     parser.add_argument("--device")
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--skew", type=float, default=0.6)
@@ -89,11 +128,15 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     tests = args.tests.split(",")
-    if args.skew:
+    if args.skew and not args.ngl:
         skew(args.model, args.skew)
     with Device.open(args.device) as device:
         own, host = host_rates(device)
         print(f"{device.caps.name}: reads {own:.0f} GB/s of its own memory, {host:.1f} GB/s of the host's", flush=True)
+
+        if args.ngl:
+            whole_layers(args.model, device, [int(n) for n in args.ngl.split(",")], tests, (own, host), args)
+            return
 
         def run(**how: int) -> Run:
             return measured(args.model, device, LoadOptions(ctx=args.ctx, **how), tests, args.repetitions)  # type: ignore[arg-type]

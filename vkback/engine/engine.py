@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Device, DeviceLost, selectors
+from vkback.device import Arena, BufferRange, Device, DeviceLost, OutOfDeviceMemory, selectors
 from vkback.engine.adapter_scales import AdapterScales, whole_scales
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
@@ -384,7 +384,14 @@ class Engine:
     def _load(self, weights: Mapping[str, Tensor], meanwhile: Callable[[Engine], object] | None, repack: Repack | None) -> LoadedWeights:
         """Bring weights to the device, and meanwhile do other things."""
         there = self.host_weights.names
-        with WeightLoad(self.model.file, weights, self.device, self.library, repack=repack, in_host=there) as load:
+        try:
+            taken = WeightLoad(self.model.file, weights, self.device, self.library, repack=repack, in_host=there)
+        except OutOfDeviceMemory as error:
+            if not error.call or self._options.placement.n_gpu_layers == "auto":
+                raise
+            way = "-ngl N keeps the weights of N layers there, and -ngl auto as many as fit; kernels read the others in host memory"
+            raise OutOfDeviceMemory(f"{error}. {way}", call=error.call, result=error.result) from error
+        with taken as load:
             self.weights = load.ranges
             progress_log.info("loading %s: %.0f MB", self.model.file.path, load.total_bytes / 1e6)
             with Reported(self._report, "load", load.total_bytes, "reading") as work:

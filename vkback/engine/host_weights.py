@@ -211,7 +211,7 @@ def forecast_line(there: HostWeights, share: float, own_gb_s: float, host_gb_s: 
     if rule.experts > rule.layers:
         what.append(f"experts of {there.expert_layers} of {len(there.with_experts)} layers")
         how = how or ". --n-cpu-moe N chooses their number"
-    names = " and ".join(what) or "the tables that tokens are looked up in"
+    names = " and ".join(what) or "embedding tables"
     return (
         f"{why}: {names} in host memory ({size_text(there.nbytes)}), forecast {100 * share:.0f} % of the speed (a token's bytes at "
         f"{own_gb_s:.0f} GB/s on the device, {host_gb_s:.0f} GB/s from the host){how}"
