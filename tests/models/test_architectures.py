@@ -203,6 +203,12 @@ TOKENS = [
         3,
         f"{WHOLE_NORMS} | ffn_inp-1 | ffn_moe_weights-1 | ffn_moe_swiglu-1 | l_out-1",
     ),
+    Token(
+        "glm4-9b-Q8_0",
+        "glm4 9B Q8_0",
+        1 + 5 * 40 + 2,
+        layer=GEMMA3.replace("Qcur_rope-1.qkv Qcur_rope-1.qkv", "Qcur_rope-1.qkv").replace("geglu", "swiglu"),
+    ),
     Token("olmo2-7b-Q8_0:4", "", 2 + 5 * 4 + 2, "GET_ROWS ROPE_ANGLES QUANTIZE_Q8_1", 3, f"{WHOLE_NORMS} | {POST_NORMS}"),
     Token(
         "exaone4-1.2b-Q8_0",
@@ -312,6 +318,7 @@ def test_stages_of_a_token(token: Token, models: Callable[[str], Model]) -> None
         ("qwen3vl", {"block_count": 40}, "?B"),
         ("qwen3vlmoe", {"block_count": 94}, "235B.A22B"),
         ("ernie4_5-moe", {"block_count": 54}, "300B.A47B"),
+        ("glm4", {"block_count": 61}, "32B"),
         ("glm4moe", {"block_count": 47, "nextn_predict_layers": 1}, "106B.A12B"),
         ("glm4moe", {"block_count": 93, "nextn_predict_layers": 1}, "355B.A32B"),
         ("minimax-m2", {"block_count": 62}, "230B.A10B"),
@@ -492,6 +499,7 @@ REFUSED = [
     keys("llama4", r"expert_used_count is 2, expected 1: the weight of an expert is in what it reads", expert_used_count=2),
     *lacking("llama4", "blk.1.ffn_down_shexp.weight", "blk.0.ffn_gate.weight"),
     *lacking("mistral4", "blk.1.ffn_up_shexp.weight"),
+    *lacking("glm4", "blk.1.ffn_up.weight", "blk.2.post_ffw_norm.weight"),
     keys("glm4moe", r"nextn_predict_layers is 3, expected less than the 3 blocks of the file", nextn_predict_layers=3),
     keys("glm4moe", r"expert_count is 0 or missing", expert_count=None, expert_used_count=None),
     *lacking("glm4moe-large", "blk.1.attn_q_norm.weight", "blk.2.exp_probs_b.bias", "blk.1.attn_k.bias"),

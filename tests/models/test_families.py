@@ -342,8 +342,9 @@ def test_hunyuan_norms_what_is_rotated(tiny: Tiny) -> None:
         assert found == [fused] * 3, profile
 
 
-def test_phi2_with_q_k_and_v_in_one_tensor(tiny: Tiny) -> None:
-    f = Model.open(tiny("tiny-phi2")).file
+@pytest.mark.parametrize("name", ["tiny-phi2", "tiny-glm4"])
+def test_q_k_and_v_in_one_tensor(name: str, tiny: Tiny) -> None:
+    f = Model.open(tiny(name)).file
     kinds = [f"blk.{il}.attn_{{}}.{kind}" for il in range(3) for kind in ("weight", "bias")]
     joined = {}
     for kind in kinds:
@@ -357,6 +358,15 @@ def test_phi2_with_q_k_and_v_in_one_tensor(tiny: Tiny) -> None:
     for kind in kinds:
         for part in "qkv":
             assert np.array_equal(model.file.tensors[kind.format(part)].data, f.tensors[kind.format(part)].data)
+
+
+def test_glm4_s_attention_may_have_no_biases(tiny: Tiny) -> None:
+    """Those of GLM-4-32B-0414 have none."""
+    f = Model.open(tiny("tiny-glm4")).file
+    bare = Model.of(replace(f, tensors={name: t for name, t in f.tensors.items() if not name.endswith(".bias")}))
+    nodes = {node.name: node for node in bare.graph(1, 32, head="last").nodes}
+    assert nodes["Qcur_rope-0"].inputs[0].name == "Qcur-0 (reshaped)" and "Qcur_bias-0" not in nodes
+    assert {name for name in outline("glm4-32b-Q4_K_M").tensors if name.endswith("bias")} == set()
 
 
 def test_a_training_step_of_blocks_side_by_side_is_planned() -> None:

@@ -98,6 +98,16 @@ def qkv_cuts(f: GgufFile, hp: HParams) -> dict[str, dict[str, int]]:
     return {name: {name.replace("attn_qkv", part): n for part, n in rows.items()} for name in whole if name in f.tensors}
 
 
+def gate_up_cuts(f: GgufFile, hp: HParams) -> dict[str, dict[str, int]]:
+    """Cuts of the layers' tensors that hold gate and up of a dense feed-forward, gate first: `ffn_up` where there is no `ffn_gate`. Raises
+    GgufError where there is neither."""
+    whole = [f"blk.{il}.ffn_up.weight" for il in range(hp.n_layer) if f"blk.{il}.ffn_gate.weight" not in f.tensors]
+    for name in whole:
+        if name not in f.tensors:
+            raise hp.missing(name)
+    return {name: {name.replace("ffn_up", part): hp.n_ff for part in ("ffn_gate", "ffn_up")} for name in whole}
+
+
 def attention(
     b: GraphBuilder,
     x: Tensor,

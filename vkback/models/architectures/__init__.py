@@ -19,6 +19,7 @@ NAMES = (
     "gemma3n",
     "gemma4",
     "gemma_embedding",
+    "glm4",
     "glm4moe",
     "gpt2",
     "gpt_oss",
