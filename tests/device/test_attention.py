@@ -31,11 +31,11 @@ FUSED_CASES = sum(c.op == FUSED.name for c in CASES)
 # Where the wanted threads are fewer than a row of V needs, the kernel takes more; splits appear only where rows_per_split allows. With 16
 # lanes a row of K has as many as one of V up to head size 128, if the subgroup is as wide.
 SHAPES = (
-    {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 8, "groups": 64, "rows_per_split": 32},
-    {"wg_size": 64, "lanes": 8, "steps": 2, "queries": 2, "groups": 16, "rows_per_split": 50},
-    {"wg_size": 128, "lanes": 2, "steps": 1, "queries": 4, "groups": 1, "rows_per_split": 64},
-    {"wg_size": 64, "lanes": 16, "steps": 4, "queries": 4, "groups": 16, "rows_per_split": 32},
-    {"wg_size": 128, "lanes": 16, "steps": 2, "queries": 1, "groups": 64, "rows_per_split": 32},
+    {"kernel": "decode", "wg_size": 32, "lanes": 4, "steps": 1, "queries": 8, "groups": 64, "rows_per_split": 32},
+    {"kernel": "decode", "wg_size": 64, "lanes": 8, "steps": 2, "queries": 2, "groups": 16, "rows_per_split": 50},
+    {"kernel": "decode", "wg_size": 128, "lanes": 2, "steps": 1, "queries": 4, "groups": 1, "rows_per_split": 64},
+    {"kernel": "decode", "wg_size": 64, "lanes": 16, "steps": 4, "queries": 4, "groups": 16, "rows_per_split": 32},
+    {"kernel": "decode", "wg_size": 128, "lanes": 16, "steps": 2, "queries": 1, "groups": 64, "rows_per_split": 32},
 )
 SPREAD = [CASES[i] for i in (1, 3, 7, 8, 13, 16, 21, 25, 29)]
 

@@ -101,6 +101,25 @@ def test_matrices_of_unknown_order(device: Device, kernels: ShaderLibrary, ctx: 
         assert outcome.ok, f"{case.line}: {outcome.text}"
 
 
+@pytest.mark.vulkan
+@pytest.mark.parametrize("case", list(OP.positions_in_any_order()), ids=lambda c: c.line)
+def test_positions_in_any_order(case: Case, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Rows between those of its tokens may be no numbers for `plain` on a CPU driver, whose tables take it for few tokens."""
+    if not device.caps.software:
+        pytest.skip(f"{device.caps.name}: kernels of prompts take positions in order, few tokens another kernel")
+    use = kernel_of("plain", ctx, device, **QUICK["plain"])
+    shape = prompt_shape(case.build().node, use)
+    assert shape is not None and shape.use_shuffles
+    outcome = run_case(device, kernels, case, use)
+    assert outcome.ok, outcome.text
+
+
+def test_a_block_has_as_many_rows_as_a_word_has_bits() -> None:
+    node = OP.build_case(4, 2, 64, kv=512, nb=8, garbage=False).build().node
+    shape = prompt_shape(node, with_params(planned_for("llvmpipe_mesa_22_debian12"), kernel="plain", tile_kv=128))
+    assert shape is not None and shape.use_shuffles and shape.tile_kv == 32
+
+
 LATENT = [c for c in OP.unequal_cases() if c.params.get("v_view") and len(c.params["pos"]) > 16 and c.params["hd"] < 128]
 """Prompts over rows that hold K and V: Q in one tensor and in two."""
 

@@ -66,20 +66,26 @@ shared vec4 stage[STAGE_QUADS];
 #define CHUNKS(words) (((words) + WG_SIZE - 1) / WG_SIZE)
 vec4 k_row[ROWS][CHUNKS(K_WORDS)][2], v_row[ROWS][CHUNKS(V_WORDS)][2];
 
-// Loads this lane's words of the block's rows. Rows that no query sees count as zeros.
-#define LOAD(LOADER, INTO, WORDS, PITCH, TYPE)                                                                          \
+// Loads this lane's words of the block's rows. A row that no query sees counts as zeros in V, which may hold no numbers there: a weight of 0 does
+// not take those out. In K scores are masked.
+#define LOAD(LOADER, INTO, WORDS, PITCH, TYPE, KEPT)                                                                    \
     [[unroll]] for (uint r = 0; r < ROWS; r++)                                                                          \
         [[unroll]] for (uint c = 0; c < CHUNKS(WORDS); c++) {                                                           \
-            const uint row = base + r;                                                                                  \
             const uint word = min(c * WG_SIZE + tid, uint(WORDS - 1));                                                  \
-            const RAW8 words = LOADER((kv * p.n_ctx + min(row, hi - 1u)) * PITCH + word);                               \
-            const RAW8 those = RAW8_IF(row >= lo && row < hi, words);                                                   \
+            const RAW8 words = LOADER((kv * p.n_ctx + min(base + r, hi - 1u)) * PITCH + word);                          \
+            const RAW8 those = RAW8_IF(KEPT, words);                                                                    \
             INTO[r][c][0] = decode_low(those, TYPE);                                                                    \
             INTO[r][c][1] = decode_high(those, TYPE);                                                                   \
         }
 void load_block(uint kv, uint base, uint tid) {
-    LOAD(fetch_k8, k_row, K_WORDS, K_WORDS, K_TYPE)
-    LOAD(fetch_v8, v_row, V_WORDS, V_PITCH, V_TYPE)
+    uint mine = 0u, seen = 0u;  // rows that this lane's queries see, and all: a bit each
+    [[unroll]] for (uint r = 0; r < ROWS; r++) {
+        const uint row = base + r;
+        [[unroll]] for (uint t = 0; t < QUERIES; t++) mine |= uint(row >= visible[t].x && row < visible[t].y) << r;
+    }
+    [[unroll]] for (uint lane = 0; lane < WG_SIZE; lane++) seen |= subgroupShuffle(mine, lane);
+    LOAD(fetch_k8, k_row, K_WORDS, K_WORDS, K_TYPE, true)
+    LOAD(fetch_v8, v_row, V_WORDS, V_PITCH, V_TYPE, (seen >> r & 1u) != 0u)
 }
 #define K_QUAD(r, j) subgroupShuffle(k_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)
 #define V_QUAD(r, j) subgroupShuffle(v_row[r][(j) / 2 / WG_SIZE][(j) % 2], (j) / 2 % WG_SIZE)

@@ -82,14 +82,22 @@ def checked_chunks(window: int, chunked: bool) -> None:
 
 
 MANY_SPLITS: tuple[dict[str, Any], ...] = (
-    {"wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
-    {"wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
+    {"kernel": "decode", "wg_size": 32, "lanes": 4, "steps": 1, "queries": 2, "groups": 64, "rows_per_split": 32},
+    {"kernel": "decode", "wg_size": 32, "lanes": 8, "steps": 2, "queries": 4, "groups": 64, "rows_per_split": 32},
 )
 """Tuning of cases with more than two splits and workgroups of several subgroups. The second keeps its scores in registers where a row of V
 takes 8 lanes and subgroups allow it, the first passes them through shared memory."""
 
 
-LONG_CHUNKS: dict[str, Any] = {"wg_size": 128, "lanes": 8, "steps": 8, "queries": 4, "groups": 16, "rows_per_split": 256}
+LONG_CHUNKS: dict[str, Any] = {
+    "kernel": "decode",
+    "wg_size": 128,
+    "lanes": 8,
+    "steps": 8,
+    "queries": 4,
+    "groups": 16,
+    "rows_per_split": 256,
+}
 """Chunks of 128 rows, of which the last one of a split may have few: its kernel skips the steps without rows."""
 
 
@@ -127,6 +135,9 @@ class FlashCases(Op):
         yield self.build_case(8, 2, 64, 80, tuple(range(40, 60)), "Q8_1", seed=22, window=16, sinks=True)
         for shape in MANY_SPLITS:
             yield self.build_case(8, 2, 64, 600, (599, 255, 31, -1), "F32", seed=23).where(**shape)
+        for shape in MANY_SPLITS:  # four tokens of a workgroup, which split nothing
+            several = {**shape, "queries": 8, "rows_per_split": 4096}
+            yield self.build_case(4, 2, 64, 96, (*range(20, 41), -1, -1), "F32", seed=28).where(**several)
         yield self.build_case(8, 2, 64, 600, (599, 131, 300, 160, 40, -1), "F32", seed=26).where(**LONG_CHUNKS)
         yield self.build_case(8, 2, 64, 300, (299, 170), "F32", seed=27, window=150, sinks=True).where(**LONG_CHUNKS)
         yield self.build_case(8, 2, 32, 300, (299, 90), "F32", seed=24, window=200, sinks=True).where(**MANY_SPLITS[0])
@@ -140,6 +151,18 @@ class FlashCases(Op):
         yield from self.chunk_cases()
         yield from self.span_cases()
         yield from self.few_by_matrices()
+        yield from self.positions_in_any_order()
+
+    def positions_in_any_order(self) -> Iterator[Case]:
+        """Few tokens, not one after another, with rows between them that none sees, before the first one's and behind it: windows, chunks,
+        spans, padding, sinks, softcaps, types, two and four heads of a kv head."""
+        far = (290, 8, -1, 131, 130, 64, 0)
+        yield self.build_case(4, 2, 64, 300, far, seed=300, window=5)
+        yield self.build_case(4, 1, 64, 300, far, "Q8_1", seed=301, window=20, sinks=True)
+        yield self.build_case(4, 2, 64, 300, far, seed=302, window=10, chunked=True, softcap=1.5)
+        yield self.build_case(4, 2, 64, 300, far, seed=303, type_k="q8_0", type_v="q4_0", window=7)
+        yield self.build_case(4, 2, 40, 300, far, seed=304, type_k="f32", type_v="f32", window=3)
+        yield self.build_case(4, 2, 64, 300, (290, 8, -1, 131), seed=305, first=(280, 3, 0, 131))
 
     def few_by_matrices(self) -> Iterator[Case]:
         """Few tokens by matrices: one row, blocks that are not full, splits, padding, heads of 64 to 256, one to twelve heads of a kv head,

@@ -8,8 +8,9 @@ dispatch.
     plain   f32 throughout
 
 Both walk the cache in blocks of rows with online softmax, as FlashAttention-2 does. A workgroup takes a tile of queries (token, head) of
-one kv head, so that tokens and heads share the reads of K and V. Blocks that no query of the tile sees are skipped. Rows between the first
-and the last that a tile sees must hold numbers, though no token may see them: positions of a prompt follow each other.
+one kv head, so that tokens and heads share the reads of K and V. Blocks before the first row that a query of
+the tile sees and behind the last are skipped. On a GPU rows between these must hold numbers, though no token may see them: positions of a
+prompt follow each other. On a CPU driver, whose tables give these kernels few tokens, too, they may hold anything.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ OUT_FRAGMENTS = 3
 
 PART_VALUES = 128
 """Columns of its queries' results that a subgroup of prompt_latent.comp makes, at most: 64 registers a lane for a matrix of 16 rows."""
+
+ROWS_OF_SHUFFLES = 32
+"""Rows of a block of `plain` on a CPU driver, at most: a bit each."""
 
 MAX_VALUES = 32
 """Values of a query, and as many of its sum, that a thread of `plain` holds on a GPU: two queries then take 128 registers."""
@@ -157,7 +161,7 @@ def plain_shape(choice: Choice, hd: int, caps: Capabilities, vd: int) -> PromptS
         return None
     sg = caps.subgroup_size
     if caps.software:
-        return PromptShape("plain", sg * max(1, choice["tile_q"] // sg), choice["tile_kv"], 1, 1, True)
+        return PromptShape("plain", sg * max(1, choice["tile_q"] // sg), min(choice["tile_kv"], ROWS_OF_SHUFFLES), 1, 1, True)
     fits = [i for i in (1, 2, 4, 8) if hd // 4 % i == 0 and vd // 4 % i == 0]
     lanes = next((i for i in fits if max(hd, vd) // i <= MAX_VALUES), fits[-1])
     threads = workgroup_size(caps, choice["warps"] * sg)
