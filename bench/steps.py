@@ -6,9 +6,10 @@ A variant is rows of a tuning table that come before all others (as for bench/on
 before the rows, or alone, runs a program without any barrier, whose results are wrong: the time if no stage waited for another.
 
 All programs take turns. A line each, the tables' own first: microseconds a step by the device's clock, how many times that of one token it
-is, stages and how many of them are barrier-free, the NMSE of the logits against the tables' (of runs that begin with NaN in memory), and
-whether a spin-wait timed out. With --stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last:
-microseconds with all barriers.
+is, on a CPU driver milliseconds of a core a step (the least of all rounds, which other work on the machine hardly moves), stages and how
+many of them are barrier-free, the NMSE of the logits against the tables' (of runs that begin with NaN in memory), and whether a spin-wait
+timed out. With --stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last: microseconds with all
+barriers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -82,7 +84,7 @@ class Step:
         weights: dict[str, WeightRanges],
         stack: ExitStack,
     ) -> None:
-        self.device, self.schedule, self.times = device, schedule, list[float]()
+        self.device, self.schedule, self.times, self.core_ms = device, schedule, list[float](), list[float]()
         inputs = zeroed(device, [t for t in schedule.tensors().values() if t.kind == "input"], stack)
         for name in inputs.keys() & values.keys():
             device.upload(inputs[name], values[name].astype(np.int32))
@@ -101,7 +103,9 @@ class Step:
 
     def time(self) -> None:
         warm_up(self.device, self.commands, WARM_S)
+        before = time.process_time()
         self.times += [span_us(self.device, self.start, self.commands, self.end) / self.repeat for _ in range(3)]
+        self.core_ms.append((time.process_time() - before) * 1e3 / 3 / self.repeat)
 
     def logits(self) -> Array:
         """Of a run that finds no values of an earlier one, which would be right for a kernel that did not wait."""
@@ -172,8 +176,9 @@ def main() -> None:
             us = float(np.median(step.times))
             error = nmse(step.logits(), steps[n, ""].logits())
             stages = f"{len(step.schedule.stages)} stages, {len(step.schedule.barrier_free)} barrier-free"
+            core = f", {min(step.core_ms):.2f} ms of a core" if device.caps.software else ""
             timed_out = " TIMED OUT" if step.program.timed_out else ""
-            print(f"{n:3} tokens {us:9.1f} us {us / one:5.2f} times one, {stages}, NMSE {error:7.1e}{timed_out}  {text or 'tables'}")
+            print(f"{n:3} tokens {us:9.1f} us {us / one:5.2f} times one{core}, {stages}, NMSE {error:7.1e}{timed_out}  {text or 'tables'}")
             if args.stages and not text.startswith(UNORDERED):
                 print("\n".join(step.stage_lines()))
 
