@@ -71,6 +71,21 @@ def test_plan_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert made["summary"]["measured_us"] is None
 
 
+def test_plan_tells_what_lies_in_host_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 26 GiB on a card of 24 GB (deci-49b has 80 layers)."""
+    plan = ("plan", "--profile", "amd_rx_7900_xtx_radv", "--shape", "deci-49b-Q4_K_S", "-c", "2048")
+    assert call(monkeypatch, main.main, *plan, "-ngl", "auto", "--json") == 0
+    host = json.loads(capsys.readouterr().out)["host"]
+    assert 60 < host["n_gpu_layers"] < 81 and host["device_bytes"] < 24 << 30 < host["device_bytes"] + host["bytes"]
+    assert 0.1 < host["share"] < 0.3  # 4 GiB at 25 GB/s, all at 912: 31 ms, and 175 for 25 and 4
+    assert call(monkeypatch, main.main, *plan, "-ngl", "40") == 0
+    last = whole_lines(capsys.readouterr().out)[-1]
+    said = r"weights: [\d.]+ GiB on the device, the first 41 of 80 layers in host memory \([\d.]+ GiB\); forecast [\d.]+ %"
+    assert re.match(said, last), last
+    assert call(monkeypatch, main.main, *plan, "-ngl", "all") == 0
+    assert "on the device, nothing in host memory; forecast 100.0 %" in whole_lines(capsys.readouterr().out)[-1]
+
+
 def sentinel_table(folder: Path, caps: Capabilities) -> str:
     """A folder with a device's own table, by which its stages run barrier-free."""
     (folder / device_table(caps)).write_text('[[schedule]]\nset = { sync = "sentinel" }\nmeasured = "a test"\n')

@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from cli_kit import call
+from drafter_kit import N_CTX, text_of
 from model_files import hollow
 from test_host_memory import what_it_makes
 from test_lora import several
 from test_split import OPTIONS
-from tiny_models import TINY
+from tiny_models import TINY, tiny, with_mtp_block
 from typer.testing import CliRunner
 
 import vkback
@@ -40,6 +40,7 @@ from vkback.engine.host_weights import (
     share_left,
 )
 from vkback.engine.load_options import LoadOptions
+from vkback.engine.sampler import Sampler
 from vkback.engine.weights import device_bytes
 from vkback.graph import Recipe, Tensor
 from vkback.models import Model
@@ -144,6 +145,30 @@ def test_layers_of_several_devices_are_counted_over_the_model(llama: Path, devic
             assert np.array_equal(engine.prompt_logits(list(range(40))), expected)
 
 
+@pytest.mark.vulkan
+def test_what_drafts_lies_where_it_is_best(llama: Path, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file's own block for drafts counts to the output layer; a draft model is placed by itself, whatever was asked of its target."""
+    path = with_mtp_block(tiny("qwen35", tmp_path), like=1)
+    how = LoadOptions(ctx=N_CTX, act="f32", spec_type="draft-mtp", spec_pinned=4)
+    texts = []
+    for n in (99, 1, 0):
+        with Engine.open(path, device, replace(how, n_gpu_layers=n)) as engine:
+            block = {name for name in in_host(engine) if name.startswith(f"blk.{engine.model.hp.n_layer}.")}
+            assert bool(block) == (n == 0)
+            texts.append(text_of(engine, Sampler(), Drafts(3, pinned=4, model=True)))
+    assert texts[0] == texts[1] == texts[2]
+    opened: list[Engine] = []
+    open_engine = Engine.open
+
+    def noted(*args: Any, **more: Any) -> Engine:
+        opened.append(open_engine(*args, **more))
+        return opened[-1]
+
+    monkeypatch.setattr(Engine, "open", noted)
+    with vkback.load(llama, device.index, 64, model_draft=llama, n_gpu_layers=0):
+        assert [each.host_weights.shown_layers for each in opened] == [0, 99]
+
+
 @pytest.fixture
 def small(llama: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The same chip, with memory for about two thirds of the weights of llama."""
@@ -242,17 +267,16 @@ def placed(name: str, path: Path, card: str, size: int) -> tuple[HostWeights, fl
     """Where weights of a model of 4096 tokens of context lie on a recorded card with so many bytes free; the share of the speed that is
     left, where it reads 800 GB/s of its own and 25 of the host's; bytes of weights on the device."""
     caps, model = Capabilities.from_profile(card), Model.open(hollow(name, path))
-    device: Any = SimpleNamespace(caps=caps, free_memory=lambda: size)
     ctx = LowerContext(caps, Tuning.for_device(caps))
     plans = [plan(model.graph(n, 4096, head="last"), ctx) for n in (1, 512)]
     tensors = {t.name: t for each in plans for t in each.tensors().values()}
     weights = {name: t for name, t in tensors.items() if t.kind == "weight"}
     caches = sum(2 * int(np.prod(t.shape)) for t in tensors.values() if t.kind == "state")
     rule = HostRule(model.hp.n_layer, lookup_tables(model.whole_graphs()))
-    found = fitting(weights, rule, Placement(), device, plans, caches)
-    whole = sum(device_bytes(w, device) for w in weights.values())
+    found = fitting(weights, rule, Placement(), caps, size, plans, caches)
+    whole = sum(device_bytes(w, caps) for w in weights.values())
     if found.rule.layers:
-        fewer = host_weights(weights, replace(found.rule, layers=found.rule.layers - 1), device)
+        fewer = host_weights(weights, replace(found.rule, layers=found.rule.layers - 1), caps)
         assert whole - found.nbytes + caches <= size < whole - fewer.nbytes + caches + sum(p.activation_bytes for p in plans) + (1 << 30)
     return found, share_left(plans[0], found.names, 800.0, 25.0), whole - found.nbytes
 

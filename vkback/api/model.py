@@ -242,7 +242,7 @@ def host_rates(device: VulkanDevice) -> tuple[float, float]:
     """GB/s at which a device was just measured to read its own memory, and that of the host; guesses for a CPU driver, whose memory is one,
     and where little is free."""
     if device.caps.software or device.free_memory() < MIN_MEASURED:
-        return guessed_rates(device)
+        return guessed_rates(device.caps)
     library = ShaderLibrary()
     return measure_read_rate(device, library).gb_s, measure_read_rate(device, library, HOST_BYTES, "host").gb_s
 

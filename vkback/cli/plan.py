@@ -14,6 +14,7 @@ from vkback.cli.shell import (
     CompileOnlyOption,
     DeviceOption,
     FlashAttnOption,
+    GpuLayersOption,
     ModelOption,
     RowsOption,
     ShapeOption,
@@ -23,6 +24,7 @@ from vkback.cli.shell import (
     cache_rows,
     described_model,
     flash_attn_of,
+    load_options,
     model_path,
     one_of,
 )
@@ -32,6 +34,8 @@ from vkback.units import counted, size_text
 
 if TYPE_CHECKING:
     from vkback.device import Capabilities
+    from vkback.engine.host_weights import Placement
+    from vkback.models.registry import Model
     from vkback.plan.cost.forecast import Costs, Wait
     from vkback.plan.schedule import Schedule
     from vkback.timing.stages import StageTimes
@@ -58,6 +62,7 @@ def plan(
     fusion: Annotated[str, typer.Option(help="all or none.")] = "all",
     flash_attn: FlashAttnOption = "auto",
     act: ActOption = "auto",
+    n_gpu_layers: GpuLayersOption = None,
     compile_only: CompileOnlyOption = False,
     diff: Annotated[
         tuple[str, str] | None,
@@ -92,6 +97,7 @@ def plan(
         raise UsageError("--measure and --profile exclude each other: a recorded device cannot be measured")
     if measure and compile_only:
         raise UsageError("--measure and --compile-only exclude each other: what is only compiled takes no time")
+    placement = load_options(n_gpu_layers=n_gpu_layers).placement if n_gpu_layers is not None else None
     wanted = cast(Literal["last", "none", "all"], one_of(head, HEADS, "--head"))
     one_of(fusion, FUSIONS, "--fusion")
     flash = bool(flash_attn_of(flash_attn))
@@ -106,13 +112,15 @@ def plan(
         schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act), flash=flash), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
+        there = host_share(opened, schedule, caps, placement, costs.read_gb_s) if placement is not None else None
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=bars(not as_json)) if here and measure else None
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
         about = {"device": caps.name, "unknown": unknown_data(caps), "model": name, "tuning": identity(tables)}
-        print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times, caps)}, indent=1))
+        print(json.dumps({**about, **as_data(schedule, costs, tokens, depth, times, caps), "host": there}, indent=1))
         return
-    print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose, caps)]))
+    placed = fit(there["text"]) if there is not None else []
+    print("\n".join([*fit(caps.summary_line()), *heading, *listing(schedule, costs, tokens, depth, times, verbose, caps), *placed]))
 
 
 def as_data(
@@ -187,6 +195,28 @@ def memory_of(schedule: Schedule, caps: Capabilities | None) -> dict[str, int] |
         "buffers": sum(-(-size // limit) for size in own.values()),
         "device": max((heap.size for heap in caps.heaps if heap.device_local), default=0),
     }
+
+
+def host_share(model: Model, schedule: Schedule, caps: Capabilities, placement: Placement, own_gb_s: float) -> dict[str, Any]:
+    """What -ngl puts in memory of the host, as plain values: that in words, its bytes, those of weights on the device, layers with all
+    weights there, and the share that is left of the speed. "auto" fits what the schedule needs into all memory of the device; where that is
+    not known, and of a CPU driver, nothing goes to the host. own_gb_s: how fast the device reads its own memory."""
+    from vkback.engine.host_weights import HostRule, fitting, guessed_rates, host_weights, lookup_tables, named, share_left
+    from vkback.engine.weights import device_bytes
+
+    weights = {name: t for name, t in schedule.tensors().items() if t.kind == "weight"}
+    rule, memory = HostRule(model.hp.n_layer, lookup_tables(model.whole_graphs())), memory_of(schedule, caps)
+    assert memory is not None
+    found = host_weights(weights, placement.rule(rule), caps)
+    if memory["device"] and not caps.software:
+        found = fitting(weights, rule, placement, caps, memory["device"], [schedule], memory["caches"])
+    own, host = guessed_rates(caps, own_gb_s)
+    share, stay = share_left(schedule, found.names, own, host), sum(device_bytes(w, caps) for w in weights.values()) - found.nbytes
+    text = (
+        f"weights: {size_text(stay)} on the device, {named(found) or 'nothing in host memory'}; forecast {100 * share:.1f} % of the speed "
+        f"with all there, by {own:.0f} GB/s and {host:.0f} GB/s from the host (a guess)"
+    )
+    return {"text": text, "bytes": found.nbytes, "device_bytes": stay, "n_gpu_layers": found.rule.on_device, "share": share}
 
 
 def listing(

@@ -411,16 +411,16 @@ class Engine:
         """Decide which weights lie in memory of the host, and tell the user where nobody asked for it."""
         asked, causal = self._options.placement, self.model.architecture.causal
         rule = HostRule(self.model.hp.n_layer, lookup_tables(self.model.whole_graphs()))
-        by_request = host_weights(weights, asked.rule(rule), self.device)
+        by_request = host_weights(weights, asked.rule(rule), self.device.caps)
         if self._split is not None or not causal:
             return by_request
         token = self._plans.token("logits")
         used = [token, self._plans.prompt(self._prompts.sizes()[-1], "none")]
-        found = fitting(weights, rule, asked, self.device, used, self._state.arena.nbytes, self._options.expert_cache)
+        caps, free, caches = self.device.caps, self.device.free_memory(), self._state.arena.nbytes
+        found = fitting(weights, rule, asked, caps, free, used, caches, self._options.expert_cache)
         if found != by_request:
-            own, host = rates(self.device) if rates is not None else guessed_rates(self.device)
-            free = size_text(self.device.free_memory())
-            why = f"{self.model.file.path.name} does not fit the {free} that {self.device.caps.name} has left"
+            own, host = rates(self.device) if rates is not None else guessed_rates(caps)
+            why = f"{self.model.file.path.name} does not fit the {size_text(free)} that {caps.name} has left"
             log.warning(forecast_line(found, share_left(token, found.names, own, host), own, host, why))
         return found
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vkback.device import Device
+from vkback.device import Capabilities, Device
 from vkback.engine.weights import device_bytes
 from vkback.graph import Graph, Tensor
 from vkback.ops.moe.expert_cache import cached_tensor
@@ -42,10 +42,10 @@ LayersOnDevice = int | Literal["auto", "all"]
 """How many layers keep their weights on the device, counted from the output layer backwards."""
 
 
-def guessed_rates(device: Device) -> tuple[float, float]:
-    """As `HostRates`, without measuring."""
-    own = low_costs(device.caps).read_gb_s
-    return own, own if device.caps.software or device.caps.uma else min(own, HOST_GB_S)
+def guessed_rates(caps: Capabilities, own: float | None = None) -> tuple[float, float]:
+    """As `HostRates`, without measuring. own: where that of a device's own memory is known."""
+    own = low_costs(caps).read_gb_s if own is None else own
+    return own, own if caps.software or caps.uma else min(own, HOST_GB_S)
 
 
 def lookup_tables(graphs: Iterable[Graph]) -> frozenset[str]:
@@ -123,11 +123,11 @@ class HostWeights:
         return sum(layer < self.rule.experts for layer in self.with_experts)
 
 
-def host_weights(weights: Mapping[str, Tensor], rule: HostRule, device: Device) -> HostWeights:
+def host_weights(weights: Mapping[str, Tensor], rule: HostRule, caps: Capabilities) -> HostWeights:
     """Those of these weights that lie there by a rule."""
     there = [w for w in weights.values() if w in rule]
     experts = {layer for w in weights.values() if (layer := layer_of(w)) is not None}
-    return HostWeights(rule, frozenset(w.name for w in there), sum(device_bytes(w, device) for w in there), tuple(sorted(experts)))
+    return HostWeights(rule, frozenset(w.name for w in there), sum(device_bytes(w, caps) for w in there), tuple(sorted(experts)))
 
 
 @dataclass(frozen=True)
@@ -160,34 +160,35 @@ class Placement:
             yield replace(found, layers=layer + 1)
 
 
-def slot_bytes(weights: Mapping[str, Tensor], there: Iterable[str], slots: int, device: Device) -> int:
+def slot_bytes(weights: Mapping[str, Tensor], there: Iterable[str], slots: int, caps: Capabilities) -> int:
     """Bytes of a cache with so many slots for each layer whose experts are there, in memory of the host. there: names."""
     held = [w for name in there if layer_of(w := weights[name]) is not None] if slots else []
-    return sum(device_bytes(cached_tensor(w, w.shape[0], min(slots, w.shape[0]), w.name), device) for w in held)
+    return sum(device_bytes(cached_tensor(w, w.shape[0], min(slots, w.shape[0]), w.name), caps) for w in held)
 
 
 def fitting(
     weights: Mapping[str, Tensor],
     rule: HostRule,
     asked: Placement,
-    device: Device,
+    caps: Capabilities,
+    free: int,
     schedules: Iterable[Schedule],
     beside: int,
     slots: int = 0,
 ) -> HostWeights:
-    """As little in memory of the host as lets the rest fit what the device has free; all that may, where that is not enough.
+    """As little in memory of the host as lets the rest fit; all that may, where that is not enough.
 
+    free       bytes that the device has
     schedules  those whose activations are alive at once
     beside     bytes that further caches take
     slots      of a cache of experts, for each of those layers
     """
-    free = device.free_memory()
-    needed = sum(device_bytes(w, device) for w in weights.values()) + sum(s.activation_bytes for s in schedules) + beside
-    needed += int(MARGIN * free) + (0 if device.caps.software else LANDING)
-    found = host_weights(weights, rule, device)
+    needed = sum(device_bytes(w, caps) for w in weights.values()) + sum(s.activation_bytes for s in schedules) + beside
+    needed += int(MARGIN * free) + (0 if caps.software else LANDING)
+    found = host_weights(weights, rule, caps)
     for each in asked.choices(rule, found.with_experts):
-        found = host_weights(weights, each, device)
-        if needed - found.nbytes + slot_bytes(weights, found.names, slots, device) <= free:
+        found = host_weights(weights, each, caps)
+        if needed - found.nbytes + slot_bytes(weights, found.names, slots, caps) <= free:
             break
     return found
 
@@ -201,18 +202,24 @@ def share_left(schedule: Schedule, names: frozenset[str], own_gb_s: float, host_
     return total / own_gb_s / ((total - there) / own_gb_s + there / min(own_gb_s, host_gb_s))
 
 
-def forecast_line(there: HostWeights, share: float, own_gb_s: float, host_gb_s: float, why: str) -> str:
-    """What a user is told: what lies in memory of the host, and the speed that is left."""
-    rule, what, how = there.rule, [], ""
+def named(there: HostWeights) -> str:
+    """What lies in memory of the host, in words; "" for nothing."""
+    rule, what = there.rule, []
+    if not there.names:
+        return ""
     if rule.layers:
         layers = f"the first {rule.layers} of {rule.n_layer} layers" if rule.layers <= rule.n_layer else f"all {rule.n_layer} layers"
         what.append(layers + " and the output layer" * (rule.layers > rule.n_layer))
-        how = ". -ngl N keeps N layers on the device"
     if rule.experts > rule.layers:
         what.append(f"experts of {there.expert_layers} of {len(there.with_experts)} layers")
-        how = how or ". --n-cpu-moe N chooses their number"
-    names = " and ".join(what) or "embedding tables"
+    return f"{' and '.join(what) or 'embedding tables'} in host memory ({size_text(there.nbytes)})"
+
+
+def forecast_line(there: HostWeights, share: float, own_gb_s: float, host_gb_s: float, why: str) -> str:
+    """What a user is told: what lies in memory of the host, and the speed that is left."""
+    layers, experts = there.rule.layers, there.rule.experts
+    how = ". -ngl N keeps N layers on the device" if layers else ". --n-cpu-moe N chooses their number" if experts else ""
     return (
-        f"{why}: {names} in host memory ({size_text(there.nbytes)}), forecast {100 * share:.0f} % of the speed (a token's bytes at "
-        f"{own_gb_s:.0f} GB/s on the device, {host_gb_s:.0f} GB/s from the host){how}"
+        f"{why}: {named(there)}, forecast {100 * share:.0f} % of the speed (a token's bytes at {own_gb_s:.0f} GB/s on the device, "
+        f"{host_gb_s:.0f} GB/s from the host){how}"
     )

@@ -79,11 +79,11 @@ class LoadedWeights(NamedTuple):
         return [self.arena, *([self.host] if self.host is not None else [])]
 
 
-def device_bytes(weight: Tensor, device: Device) -> int:
+def device_bytes(weight: Tensor, caps: Capabilities) -> int:
     """Bytes a weight takes in device memory, each shard aligned."""
     if len(weight.shape) == 1:
         return aligned(4 * weight.shape[0])
-    return sum(aligned(s.layout.nbytes) for s in shards(weight, device.caps))
+    return sum(aligned(s.layout.nbytes) for s in shards(weight, caps))
 
 
 class WeightLoad:
@@ -110,7 +110,7 @@ class WeightLoad:
         self.total_bytes = sum(file_bytes(file, w) for w in weights.values())
         self.times = StreamTimes()
         self.ranges: dict[str, WeightRanges] = {}
-        sizes_of = {w.name: device_bytes(w, device) for w in weights.values()}
+        sizes_of = {w.name: device_bytes(w, device.caps) for w in weights.values()}
         there = sum(size for name, size in sizes_of.items() if name in in_host)
         self.arena = device.arena("weights", max(sum(sizes_of.values()) - there, 1), "device")
         self.host: Arena | None = None

@@ -73,16 +73,16 @@ def _bytes(nodes: Sequence[Node], device: Device, there: HostRule, seen: set[str
     found = {t.name: t for node in nodes for t in (*node.inputs, *node.outputs) if t.kind in ("weight", "state") and t.name not in seen}
     seen |= found.keys()
     weights = {name: t for name, t in found.items() if t.kind == "weight" and t in there}
-    cached = slot_bytes(weights, weights, slots, device)
+    cached = slot_bytes(weights, weights, slots, device.caps)
     found = {name: t for name, t in found.items() if name not in weights}
-    return cached + sum(device_bytes(t, device) if t.kind == "weight" else nbytes(t) for t in found.values())
+    return cached + sum(device_bytes(t, device.caps) if t.kind == "weight" else nbytes(t) for t in found.values())
 
 
 def _embedding(graph: Graph, device: Device, there: HostRule) -> int:
     """Bytes of the tables that tokens are looked up in."""
     tables = {t.name: t for node in graph.nodes if node.op == "GET_ROWS" for t in node.inputs if t.kind == "weight"}
     read = {t.name for node in graph.nodes if node.op == "GET_ROWS" for t in node.inputs if t.name == "tokens"}
-    return sum(device_bytes(t, device) for t in tables.values() if t not in there) if read else 0
+    return sum(device_bytes(t, device.caps) for t in tables.values() if t not in there) if read else 0
 
 
 def layer_parts(model: Model, devices: Sequence[Device], options: LoadOptions, cache: CacheTypes, rates: Rates | None) -> list[Part]:
@@ -155,7 +155,7 @@ def _shares(name: str, sizes: Sequence[Sizes], devices: Sequence[Device], free: 
         told = ", ".join(f"{device.caps.name}: {memory / 1e9:.1f} GB" for device, memory in zip(devices, free, strict=True))
         raise SplitError(
             f"[split] {name}: weights and caches take {sizes[0].total / 1e9:.1f} GB, which these devices do not have free ({told}); "
-            "expected more devices, a smaller --ctx, or a smaller file"
+            "expected more devices, a smaller --ctx, a smaller file, or -ngl N: weights of N layers stay there, others in host memory"
         )
     given = [0.0] * len(devices)
     open_ = set(range(len(devices)))

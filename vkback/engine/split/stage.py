@@ -165,7 +165,7 @@ class Stage:
         known = self._model.architecture.by_context
         weights = {name: self._model.hp.weights[name] for name in known if self._model.hp.has_weight(name)} | self._tensors("weight")
         rule = options.placement.rule(HostRule(self._model.hp.n_layer, lookup_tables(self._model.whole_graphs())))
-        there, file = host_weights(weights, rule, self.device), self._model.file
+        there, file = host_weights(weights, rule, self.device.caps), self._model.file
         self.expert_cache = expert_cache(self.device, self.plans, there, options.expert_cache, self._schedules, str(file.path))
         self._arenas += self.expert_cache.arenas if self.expert_cache is not None else []
         with WeightLoad(file, weights, self.device, self._library, repack=options.repack, in_host=there.names) as load:
