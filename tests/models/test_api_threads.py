@@ -333,7 +333,7 @@ def test_turns_are_fair_and_a_waiting_thread_can_be_interrupted(turns: vkback.Lo
         for number in range(6):
             threads.append(threading.Thread(target=call, args=(number,)))
             threads[-1].start()
-            wait_until(lambda: len(turns._turns._waiting) == len(threads))
+            wait_until(lambda: turns.waiting == len(threads))
     for thread in threads:
         thread.join()
     assert order == list(range(6))

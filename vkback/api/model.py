@@ -1103,9 +1103,9 @@ class LoadedModel:
             yield self.engine
 
     @property
-    def waited_for(self) -> bool:
-        """Whether other threads wait for their turn."""
-        return self._turns.waited_for
+    def waiting(self) -> int:
+        """How many other threads wait for their turn."""
+        return self._turns.waiting
 
     def _bring(self, session: Session | None, text: EngineText | None) -> None:
         """The state of a session onto the device, that of the one before to the host."""

@@ -115,7 +115,7 @@ class SharedTexts:
         return self._model.stepping("batch")
 
     def waited_for(self) -> bool:
-        return self._model.waited_for
+        return self._model.waiting > 0
 
     def texts(self) -> BatchedTexts:
         opened = self._model.opened

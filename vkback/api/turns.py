@@ -42,9 +42,9 @@ class Turns:
             self._end(piece)
 
     @property
-    def waited_for(self) -> bool:
-        """Whether anybody waits."""
-        return bool(self._waiting)
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
 
     def _begin(self, what: str, piece: bool) -> None:
         me = threading.get_ident()

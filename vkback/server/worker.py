@@ -247,7 +247,7 @@ class Worker:
         return self.model_now().stepping("serve")
 
     def waited_for(self) -> bool:
-        return self.model.waited_for
+        return self.model.waiting > 0
 
     def texts(self) -> BatchedTexts:
         self.gave_sign()
