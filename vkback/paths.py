@@ -136,6 +136,18 @@ def unwritable(path: Path) -> str:
     return ""
 
 
+def no_file(path: Path) -> str:
+    """What is there in place of a file."""
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_dir():
+            return "a folder"
+        if path.exists():
+            return "a pipe or a device, expected a file, which is read from several places at once"
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which is no file"  # noqa: PTH115  as the link has it
+    return "no such file"
+
+
 def reason(e: OSError) -> str:
     """Why a file could not be written, in words. numpy says of a full disk only how much of an array was written."""
     return "the disk is full" if e.errno == errno.ENOSPC else e.strerror or f"{e}, is the disk full?"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import math
+import os
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -489,8 +492,8 @@ def test_prompts_that_are_none_are_named(prompt: Any, text: str, model: vkback.L
         ({"act": None}, "act is None"),
         ({"cache_type_k": "q5_0"}, r"cache_type_k is 'q5_0' \(str\), expected one of f16, q8_0, q4_0, f32\. Did you mean q8_0\?"),
         ({"cache_type_v": None}, "cache_type_v is None"),
-        ({"ctx": "256"}, r"ctx is '256' \(str\), expected a whole number, 1 or more, or None"),
-        ({"ctx": 0}, "ctx is 0"),
+        ({"ctx": "256"}, r"ctx is '256' \(str\), expected a whole number, 0 or more, or None"),
+        ({"ctx": -1}, "ctx is -1"),
         ({"ubatch": 1.5}, r"ubatch is 1\.5"),
         ({"exact": 1}, r"exact is 1 \(int\), expected True or False"),
         ({"progress": "no"}, "progress is 'no'"),
@@ -541,7 +544,7 @@ def test_choices_are_those_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"ctx": 0}, r"ctx is 0 \(int\), expected a whole number, 1 or more, or None"),
+        ({"ctx": -1}, r"ctx is -1 \(int\), expected a whole number, 0 or more, or None"),
         ({"ubatch": "8"}, r"ubatch is '8' \(str\), expected a whole number"),
         ({"act": "F32"}, r"act is 'F32' \(str\), expected one of auto, f32, q8_1\. Did you mean f32\?"),
         ({"cache_type_k": 8}, r"cache_type_k is 8 \(int\), expected one of "),
@@ -653,3 +656,44 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert "load" in dir(vkback)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         vkback.nothing  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n_ctx": 64}, r"load has no n_ctx\. Did you mean ctx\? It has model, device, ctx, act"),
+        ({"ubach": 64}, r"load has no ubach\. Did you mean ubatch\?"),
+        ({"n_threads": 4}, r"load has no n_threads, expected none: the host computes nothing\. Leave it out"),
+        ({"model": "HuggingFaceTB/SmolLM2"}, r"HuggingFaceTB.SmolLM2: no such file\. `vkback pull HuggingFaceTB/SmolLM2` fetches"),
+        ({"model": "hf:a/b"}, r"`vkback pull a/b` fetches a model of Hugging Face and prints its path"),
+    ],
+)
+def test_what_load_has_not_is_one_error(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(vkback.ModelError, match=said):
+        vkback.load(**options)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipes in folders, and seldom allows links")
+def test_what_is_no_file_of_a_model_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    (tmp_path / "link.gguf").symlink_to("gone.gguf")
+    for name, said in (("pipe.gguf", "a pipe or a device, expected a file"), ("link.gguf", "a link to gone.gguf"), (".", "a folder")):
+        with pytest.raises(vkback.ModelError, match=said):
+            vkback.load(tmp_path / name)
+
+
+@pytest.mark.vulkan
+def test_a_model_is_loaded_in_each_process_and_not_sent(model: vkback.LoadedModel) -> None:
+    for thing in (model, model.session()):
+        for way in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(vkback.ModelError, match=r"Q4_K_M\.gguf cannot be copied or sent to another process: load it"):
+                way(thing)
+    with vkback.Device() as device, pytest.raises(vkback.ModelError, match="a device cannot be copied"):
+        copy.copy(device)
+
+
+@pytest.mark.vulkan
+def test_a_conversation_of_one_message_may_be_the_message(model: vkback.LoadedModel) -> None:
+    message = {"role": "user", "content": "Who is there?"}
+    texts = [model.chat_prompt(each, "plain").text for each in (message, [message], "Who is there?")]
+    assert len(set(texts)) == 1

@@ -18,7 +18,7 @@ from math import prod
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -314,6 +314,9 @@ class Device:
 
     raw  the `vkback.device.Device` below
     """
+
+    def __reduce__(self) -> NoReturn:
+        raise ModelError("[device] a device cannot be copied or sent to another process: open it in each process that uses it")
 
     def __init__(self, selector: str | int | None = None, *, act: Act = "auto", validation: bool = False) -> None:
         """selector: index, part of the name, or UUID; None: VKBACK_DEVICE, else the best GPU. act: how activations enter products.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +13,40 @@ import numpy.typing as npt
 from vkback.api.errors import ModelError
 from vkback.checks import choice, flag, number, path, whole, wrong
 from vkback.device import Device as VulkanDevice
+from vkback.errors import did_you_mean
 
-__all__ = ["Prompt", "Prompts", "choice", "device", "flag", "number", "path", "several", "token_ids", "whole", "wrong"]
+__all__ = ["Prompt", "Prompts", "choice", "device", "flag", "number", "only_known", "path", "several", "token_ids", "whole", "wrong"]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 """A text, or the ids of its tokens."""
 
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | Sequence[npt.NDArray[np.integer[Any]]]
 """Several of them."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def only_known(who: str, elsewhere: Mapping[str, str], needless: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Decorator: a keyword that the function has not is a ModelError which names the one that was meant. elsewhere: what other libraries
+    call them; needless: what those have and there is no need of here, with the reason."""
+
+    def decorated(function: Function) -> Function:
+        known = [*inspect.signature(function).parameters]
+
+        @functools.wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            for name in options:
+                if name in needless:
+                    raise ModelError(f"[model] {who} has no {name}, expected none: {needless[name]}. Leave it out")
+                if name not in known:
+                    near = f" Did you mean {elsewhere[name]}?" if name in elsewhere else did_you_mean(name, known)
+                    raise ModelError(f"[model] {who} has no {name}.{near} It has {', '.join(known)}")
+            return function(*args, **options)
+
+        return cast(Function, checked)
+
+    return decorated
 
 
 def several(value: Prompt | Prompts) -> list[Prompt] | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -82,8 +82,8 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 Devices: TypeAlias = "Device | str | int | Sequence[Device | str | int] | None"
 """One device, or several."""
 
-Conversation = str | Sequence[Mapping[str, Any]]
-"""Messages, or one message of the user."""
+Conversation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Messages, one of them, or the text of one of the user."""
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -95,6 +95,13 @@ class ChatOptions(GenerateOptions, total=False):
     tool_choice: str | Mapping[str, Any]
 
 
+@given.only_known(
+    who="load",
+    elsewhere={"n_ctx": "ctx", "model_path": "model", "path": "model", "n_batch": "ubatch", "n_ubatch": "ubatch", "main_gpu": "device"}
+    | {"lora_path": "lora", "type_k": "cache_type_k", "type_v": "cache_type_v", "n_parallel": "sequences", "draft_model": "model_draft"},
+    needless={"n_threads": "the host computes nothing", "use_mmap": "files are mapped"}
+    | {"flash_attn": "attention is fused wherever it can be", "verbose": "lines go to the logger vkback", "seed": "each call takes one"},
+)
 def load(
     model: str | Path = "demo-dense",
     device: Devices = None,
@@ -280,8 +287,15 @@ def path_of(model: str | Path) -> Path:
     path = given.path("model", model)
     if path.is_file():
         return path
-    if path.parent != Path() or path.suffix:
-        raise ModelError(f"[model] {path}: no such file. Give the path of a GGUF file, or a built-in model: {_builtin()}")
+    named = path.parent == Path() and not path.suffix  # as a built-in model is
+    if not named or ((path.exists() or path.is_symlink()) and not any(p.name.startswith(path.name) for p in paths.builtin_models())):
+        near = ""
+        if path.is_dir():
+            near = f" `vkback convert {path} model.gguf` writes a folder of safetensors as a GGUF file."
+        elif not path.exists() and not path.is_absolute() and len(path.parts) == 2 and not path.suffix:
+            repository = str(model).removeprefix("hf:").removeprefix("hf.co/")
+            near = f" `vkback pull {repository}` fetches a model of Hugging Face and prints its path."
+        raise ModelError(f"[model] {path}: {paths.no_file(path)}.{near} Give the path of a GGUF file, or a built-in model: {_builtin()}")
     return paths.builtin_model(str(model))
 
 
@@ -355,6 +369,9 @@ class LoadedModel:
         self.texts = SharedTexts(self)
         self._told_of_system = False
         self.warm: set[str] = set()
+
+    def __reduce__(self) -> NoReturn:
+        raise ModelError(f"[model] {self.name} cannot be copied or sent to another process: load it in each process that uses it")
 
     # -- facts
 
@@ -973,11 +990,7 @@ class LoadedModel:
         return ids
 
     def chat_prompt(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        template: str | None = None,
-        variables: Mapping[str, Any] | None = None,
-        use: ToolUse | None = None,
+        self, messages: Conversation, template: str | None = None, variables: Mapping[str, Any] | None = None, use: ToolUse | None = None
     ) -> ChatPrompt:
         """A conversation, or one message of the user, as tokens, up to where the assistant goes on: with its next message, or with the last
         one where that is its own. variables: of the template, as {"enable_thinking": False}. use: tools that the reply may call.
@@ -986,6 +999,8 @@ class LoadedModel:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        elif isinstance(messages, Mapping):
+            messages = [messages]
         variables = chat_template.variables_given(variables)
         chosen = self.chat_format(template, tools=use is not None or bool(variables.get("tools")))
         bos, eos = self._spelled_ends
@@ -1015,7 +1030,7 @@ class LoadedModel:
             checked = replace(checked, stop=(*checked.stop, *prompt.stops))
         return prompt, checked
 
-    def chat_ids(self, messages: str | Sequence[Mapping[str, Any]] | ChatPrompt, template: str | None) -> list[int]:
+    def chat_ids(self, messages: Conversation | ChatPrompt, template: str | None) -> list[int]:
         """The tokens of `chat_prompt`, or of what it has given."""
         return messages.ids if isinstance(messages, ChatPrompt) else self.chat_prompt(messages, template).ids
 

@@ -104,7 +104,7 @@ class Session:
     @with_keywords
     def chat(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -145,7 +145,7 @@ class Session:
     @with_keywords
     def stream_chat(
         self,
-        messages: str | Sequence[Mapping[str, Any]],
+        messages: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
