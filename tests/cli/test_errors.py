@@ -22,6 +22,7 @@ from vkback.device import Device, DeviceLost, Heap, OutOfDeviceMemory
 from vkback.device import instance as instance_module
 from vkback.device.query import read_physical_device
 from vkback.engine.engine import Engine, EngineError
+from vkback.engine.load_options import LoadOptions
 from vkback.engine.sampler import Sampler
 from vkback.errors import ModelError
 from vkback.models import GgufError, GgufFile
@@ -197,8 +198,9 @@ def test_a_driver_without_hardware(doctored: Callable[..., None], refused: Refus
 @pytest.mark.parametrize(("size", "what"), [(1 << 20, "KV cache"), (5 << 20, "weights")])
 def test_too_little_memory(size: int, what: str, doctored: Callable[..., None], refused: Refused, device: Device) -> None:
     doctored(heaps=tuple(Heap(size, h.device_local) for h in device.caps.heaps))
-    said = refused(main.main, *run(DENSE, "--ctx", "1024"))
-    assert said.startswith("memory check failed: VK_ERROR_OUT_OF_DEVICE_MEMORY: asked ") and said.endswith(f"free, for {what}")
+    said = refused(main.main, *run(DENSE, "--ctx", "1024", "-ngl", "all"))
+    assert said.startswith("memory check failed: VK_ERROR_OUT_OF_DEVICE_MEMORY: asked ")
+    assert f"free, for {what}. {'A smaller context (--ctx, ctx=) takes less' if what == 'KV cache' else '-ngl N keeps'}" in said
 
 
 @pytest.mark.vulkan
@@ -234,8 +236,8 @@ def test_a_load_that_fails_leaves_nothing(device: Device, monkeypatch: pytest.Mo
     tight = dataclasses.replace(device.caps, heaps=tuple(Heap(3 << 20, h.device_local) for h in device.caps.heaps))
     monkeypatch.setattr(device._memory, "_caps", tight)
     monkeypatch.setattr(device._memory, "_taken", [0] * len(tight.heaps))
-    with pytest.raises(OutOfDeviceMemory, match=r"for weights$"):
-        Engine.load(DENSE, device, n_ctx=64, progress=False)
+    with pytest.raises(OutOfDeviceMemory, match="for weights"):
+        Engine.open(DENSE, device, LoadOptions(ctx=64, n_gpu_layers="all"))
     monkeypatch.undo()
     assert alive() == before
 
