@@ -38,6 +38,16 @@ def test_run_streams_text_and_tells_speed(engine: FakeEngine, monkeypatch: pytes
     assert engine.loaded == [("demo-dense-Q4_K_M.gguf", "0", 64, "auto")]
     assert call(monkeypatch, main.main, "run", "-p", "Once", "-n", "1", "-ub", "256") == 0
     assert engine.loaded[-1] == ("demo-dense-Q4_K_M.gguf", None, None, "auto", 256)
+    capsys.readouterr()
+    assert call(monkeypatch, main.main, "run", "x", "-n", "1") == 0
+    assert capsys.readouterr().err.startswith("prompt         1 token  read with the first one made\n"), "no rate of no time"
+
+
+def test_closing_speaks_below_the_text(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """As that nothing can be kept in the cache."""
+    monkeypatch.setattr(engine, "close", lambda: print("<closed>", flush=True))
+    assert call(monkeypatch, main.main, "run", "x", "-n", "1") == 0
+    assert capfd.readouterr().out == "xn\n<closed>\n"
 
 
 def test_run_takes_every_adapter_with_its_scale(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,6 +90,11 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert call(monkeypatch, main.main, "synth", "--list") == 0
     row = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("llama-8b-Q4_K_M "))
     assert row.split() == ["llama-8b-Q4_K_M", "4.58", "GiB", "8.03", "B"]
+    assert call(monkeypatch, main.main, "synth", "--list", "llama-8b") == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert "llama-8b-Q4_K_M" in listed and all("llama-8b" in each for each in listed)
+    assert call(monkeypatch, main.main, "synth", "--list", "laama-8b-Q4_K_M") == 2
+    assert "synth --list laama-8b-Q4_K_M: no name has that in it. Did you mean llama-8b-Q4_K_M?" in capsys.readouterr().err
     assert call(monkeypatch, main.main, "synth", "--list", "--json") == 0
     sizes = {entry["name"]: entry["params"] for entry in json.loads(capsys.readouterr().out)}
     assert sizes["mistral-large-123b-Q4_K"] == 122_610_069_504

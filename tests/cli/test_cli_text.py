@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -219,6 +220,11 @@ def test_ctrl_c_ends_a_reply_and_not_the_program(capfd: pytest.CaptureFixture[st
         assert chat.show(stream, interrupts) is True  # type: ignore[arg-type]
     assert capfd.readouterr() == ("a b\n", "\nvkback: ending the reply\n") and stream.closed
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_text_without_a_character_has_no_perplexity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, main.main, "perplexity", "-f", os.devnull) == 2
+    assert capsys.readouterr().err == f"vkback: error: -f {os.devnull}: the file is empty, expected a text\n"
 
 
 @pytest.mark.vulkan

@@ -68,7 +68,7 @@ def test_chat_reads_utf_8_whatever_the_encoding() -> None:
 
 
 def test_streams_of_any_encoding_take_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = {name: io.BytesIO("\u00fc\n".encode() + b"\xfc\n" if name == "stdin" else b"") for name in ("stdin", "stdout", "stderr")}
+    raw = {name: io.BytesIO("\u00fc\r\n".encode() + b"\xfc\n" if name == "stdin" else b"") for name in ("stdin", "stdout", "stderr")}
     for name, stream in raw.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding="cp1252"))
     open_streams()

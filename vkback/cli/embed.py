@@ -31,6 +31,7 @@ from vkback.cli.shell import (
     load_options,
     model_path,
     read_text,
+    unicode_text,
 )
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ def texts_given(words: list[str], given: str | None, file: Path | None, separato
     if words:
         texts = words
     else:
-        whole = given if given is not None else sys.stdin.read() if str(file) == "-" else read_text(file or Path(), "-f")
+        read = unicode_text(sys.stdin.read(), "stdin") if str(file) == "-" else None
+        whole = given if given is not None else read if read is not None else read_text(file or Path(), "-f")
         texts = [text for text in whole.split(separator) if text]
     if not texts or not all(texts):
         raise UsageError("embed: a text is empty; give each at least a character")

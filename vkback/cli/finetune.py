@@ -98,7 +98,7 @@ def finetune(
         where = stack.enter_context(Device.open(device))
         run = FineTune(opened, where, opened.tokenizer.encode(text), plan, progress=bars())
         stack.callback(run.close)
-        say(f"{opened.description} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
+        say(f"{opened.heading} on {where.caps.name}: {run.parameters} values in {len(run.lora.ranks)} adapters of rank {rank}")
         say(f"{len(run.train)} windows of {ctx} tokens to train on, {len(run.held)} held back")
         if resume:
             run.resume(state)

@@ -84,6 +84,8 @@ def perplexity(
     if (file is None) == (tokens is None):
         raise UsageError("perplexity needs a text, as -f FILE, or token ids, as --tokens FILE, and not both")
     text = read_text(file, "-f") if file is not None else token_ids(tokens or "")
+    if not text:
+        raise UsageError(f"-f {file}: the file is empty, expected a text")
     path = model_path(model)
     adapters = adapters_of(lora, lora_scaled, lora_scale)
     if save_kl_base is not None:

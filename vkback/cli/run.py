@@ -207,6 +207,8 @@ def generate(
                 if not as_json:
                     print(shown + "".join(f",{token}" for token in chunk.tokens * only_ids) + chunk.text, end="", flush=True)
                 shown = ""
+        if not as_json:
+            print(shown, flush=True)  # what closing has to say stands on a line of its own
         result, ready = stream.result, engine.compiled
     timings = replace(result.timings, compile_s=ready.seconds)
     if as_json:
@@ -237,7 +239,6 @@ def generate(
             )
         )
         return
-    print(shown)
     if ready.kernels:
         print(ready, file=sys.stderr)
     print(f"prompt     {speed(len(ids), timings.prompt_s, len(ids) - 1)}", file=sys.stderr)
@@ -288,5 +289,7 @@ def unescaped(text: str) -> str:
 
 def speed(tokens: int, seconds: float, timed: int | None = None) -> str:
     """Tokens and their rate. timed: how many went through the model in this time; the last of a prompt goes with the first one made."""
+    if timed == 0:
+        return f"{tokens:5} {'token ' if tokens == 1 else 'tokens'} read with the first one made"
     rate = (tokens if timed is None else timed) / seconds if seconds else 0.0
     return f"{tokens:5} {'token ' if tokens == 1 else 'tokens'} in {seconds:7.2f} s, {rate:8.2f} t/s"

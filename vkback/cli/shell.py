@@ -370,7 +370,7 @@ def open_streams() -> None:
 
     A pipe or a file holds UTF-8, whatever the system's encoding is (cp1252 on Windows): that is what vkback's own readers expect. A
     terminal keeps its encoding. A character that it lacks is written as \\u2500; a byte of stdin that is none becomes a lone surrogate,
-    which `unicode_text` refuses.
+    which `unicode_text` refuses, and a line of it ends at \\r\\n, too, as one of a file does.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
@@ -382,6 +382,8 @@ def open_streams() -> None:
                 stream.reconfigure(
                     encoding="utf-8" if foreign else None, errors="surrogateescape" if name == "stdin" else "backslashreplace"
                 )
+                if name == "stdin":
+                    stream.reconfigure(newline=None)
 
 
 def unicode_text(text: str, named: str) -> str:
@@ -535,23 +537,13 @@ def model_path(model: str | None) -> Path:
         except paths.MissingFileError as e:
             raise UsageError(f"model {model}: {e}") from e
     known = [p.stem for p in paths.builtin_models()]
-    wrong = "the name is empty" if not model else "a folder" if path.is_dir() else _no_file(path)
+    wrong = "the name is empty" if not model else paths.no_file(path)
     near = did_you_mean(model, [*known, *(stem.rpartition("-")[0] for stem in known)])
     if model and path.is_dir():
         near = f" `vkback convert {model} model.gguf` writes a folder of safetensors as a GGUF file."
     elif "://" in model or model.startswith("hf:"):
         near = " Download the file first, or give -hf USER/REPO[:TYPE] for a model of Hugging Face."
     raise UsageError(f"model {model}: {wrong}.{near} Give the path of a GGUF file, or a built-in model: {', '.join(known)}")
-
-
-def _no_file(path: Path) -> str:
-    """What is there in place of a file."""
-    with suppress(OSError, ValueError):
-        if path.exists():
-            return "a pipe or a device, expected a file, which is read from several places at once"
-        if path.is_symlink():
-            return f"a link to {os.readlink(path)}, which is no file"  # noqa: PTH115  as the link has it
-    return "no such file"
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vkback.cli.shell import UsageError, output_file
+from vkback.errors import did_you_mean
 from vkback.units import params_text, size_text
 
 
@@ -20,7 +21,9 @@ def synth(
     out: Annotated[Path | None, typer.Argument(help="The GGUF file to write.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Only the first so many layers.")] = None,
     seed: Annotated[int, typer.Option("-s", "--seed", min=0, help="Of the random weights.")] = 0,
-    list_names: Annotated[bool, typer.Option("--list", help="List the names with size and parameters.")] = False,
+    list_names: Annotated[
+        bool, typer.Option("--list", help="List the names with size and parameters; with NAME, those it is a part of.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
 ) -> None:
     """Write a model that times like a real one: its shape, the type of every tensor, random weights, a made-up vocabulary."""
@@ -30,7 +33,11 @@ def synth(
     from vkback.models import synth as models
 
     if list_names:
-        sizes = {known: models.synthetic_size(known, layers=layers) for known in (*models.synthetic_names(), *models.head_names())}
+        names = [*models.synthetic_names(), *models.head_names()]
+        wanted = [known for known in names if name is None or name.lower() in known.lower()]
+        if not wanted:
+            raise UsageError(f"synth --list {name}: no name has that in it.{did_you_mean(name or '', names)} --list alone shows all")
+        sizes = {known: models.synthetic_size(known, layers=layers) for known in wanted}
         if as_json:
             print(json.dumps([{"name": known, "bytes": size, "params": params} for known, (size, params) in sizes.items()], indent=1))
             return

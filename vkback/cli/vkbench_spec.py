@@ -171,7 +171,7 @@ def spec(
     found: list[SpecResult] = []
     with load_model(model_path(model), device, how) as loaded:
         if form == "md":
-            print(f"{loaded.engine.device.caps.summary_line()}\n{loaded.description}, {n} tokens of each text\n")
+            print(f"{loaded.engine.device.caps.summary_line()}\n{loaded.engine.model.heading}, {n} tokens of each text\n")
             print("| test | columns | t/s | plain t/s | gain | tokens a step | drafts | accepted |")
             print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
         bench = Bench(loaded, n, repetitions, lambda text: print(f"vkbench: {text}", file=sys.stderr, flush=True) if progress else None)

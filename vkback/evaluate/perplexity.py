@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.errors import VkbackError
+from vkback.units import counted
 
 Logits = Callable[[Sequence[Sequence[int]], int], Iterator[npt.NDArray[Any]]]
 """(chunks, first) -> logits [len(chunk) - first, n_vocab] of positions first.. of each chunk in a fresh context, one chunk after the other.
@@ -61,7 +62,7 @@ def perplexity(
     chunks = count_chunks(ids, n_ctx, n_chunks)
     if chunks == 0:
         raise PerplexityError(
-            f"[perplexity] the text has {len(ids)} tokens, one chunk takes {n_ctx}; give a longer text or a smaller context"
+            f"[perplexity] the text has {counted(len(ids), 'token')}, one chunk takes {n_ctx}; give a longer text or a smaller chunk"
         )
     losses: list[npt.NDArray[np.float64]] = []
     first = n_ctx // 2
