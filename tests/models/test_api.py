@@ -26,8 +26,8 @@ from vkback.api.chat_template import CHATML, PLAIN, named, render
 from vkback.api.options import CHECKS, GenerateOptions, Options
 from vkback.checks import OptionError
 from vkback.cli import compare as compare_model
+from vkback.cli import loading, shell
 from vkback.cli import plan as plan_command
-from vkback.cli import shell
 from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -560,7 +560,7 @@ def test_load_options_are_checked_when_they_are_made(given: dict[str, Any], text
     if isinstance(raised.value, OptionError):
         (name,) = given
         with pytest.raises(shell.UsageError, match=f"^--{name.replace('_', '-')} {given[name]}: expected "):
-            shell.load_options(**given)
+            loading.load_options(**given)
 
 
 def test_load_options_are_plain_values() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.interrupts import NotedInterrupts
+from vkback.cli.loading import ADAPTERS, ARITHMETIC, DRAFTS, PLACES, load_options, with_loading
 from vkback.cli.sampling import (
     BiasOption,
     FrequencyOption,
@@ -30,42 +31,7 @@ from vkback.cli.sampling import (
     logit_bias,
     with_samplers,
 )
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    ContextOption,
-    CpuMoeLayersOption,
-    CpuMoeOption,
-    DevicesOption,
-    DraftMaxOption,
-    DraftMinOption,
-    DraftPMinOption,
-    ExactOption,
-    ExpertCacheOption,
-    FlashAttnOption,
-    GpuLayersOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelDraftOption,
-    ModelOption,
-    SpecEarlierOption,
-    SpecPinnedOption,
-    SpecTypeOption,
-    TensorSplitOption,
-    UbatchOption,
-    UsageError,
-    adapters_of,
-    bars,
-    flash_attn_of,
-    load_model,
-    load_options,
-    model_path,
-    read_text,
-    shares,
-    unicode_text,
-)
+from vkback.cli.shell import DevicesOption, ModelOption, UsageError, bars, load_model, model_path, read_text, unicode_text
 from vkback.errors import VkbackError
 from vkback.terminal import dim
 
@@ -103,6 +69,7 @@ TemplateKwargsOption = Annotated[
 
 
 @with_samplers
+@with_loading("ctx", *ARITHMETIC, "exact", *PLACES, *ADAPTERS, *DRAFTS, "spec_pinned", "spec_earlier")
 def chat(
     model: ModelOption = None,
     system: Annotated[
@@ -130,29 +97,8 @@ def chat(
     bias: BiasOption = None,
     stop: StopOption = None,
     device: DevicesOption = None,
-    tensor_split: TensorSplitOption = None,
-    n_gpu_layers: GpuLayersOption = None,
-    n_cpu_moe: CpuMoeLayersOption = None,
-    cpu_moe: CpuMoeOption = False,
-    expert_cache: ExpertCacheOption = 0,
-    ctx: ContextOption = None,
-    ubatch: UbatchOption = None,
-    act: ActOption = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
-    exact: ExactOption = False,
-    flash_attn: FlashAttnOption = "auto",
-    spec_type: SpecTypeOption = None,
-    model_draft: ModelDraftOption = None,
-    draft_max: DraftMaxOption = None,
-    draft_min: DraftMinOption = 0,
-    draft_p_min: DraftPMinOption = 0.0,
-    spec_pinned: SpecPinnedOption = 0,
-    spec_earlier: SpecEarlierOption = False,
-    lora: LoraOption = None,
-    lora_scaled: LoraScaledOption = None,
-    lora_scale: LoraScaleOption = None,
     *,
+    loading: Mapping[str, Any],
     samplers: Mapping[str, Any],
 ) -> None:
     """Talk to a model: each line of stdin is a message, replies go to stdout as they are generated. Only what is new of a conversation is
@@ -175,30 +121,7 @@ def chat(
     options = generate_options(given)
     chosen = template_text(template)
     variables = template_variables(template_kwargs)
-    adapters = adapters_of(lora, lora_scaled, lora_scale)
-    how = load_options(
-        ctx=ctx,
-        tensor_split=shares(tensor_split),
-        n_gpu_layers=n_gpu_layers,
-        n_cpu_moe=n_cpu_moe,
-        cpu_moe=cpu_moe,
-        expert_cache=expert_cache,
-        act=act,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        exact=exact,
-        flash_attn=bool(flash_attn_of(flash_attn)),
-        spec_type=spec_type,
-        model_draft=model_draft,
-        draft_max=draft_max,
-        draft_min=draft_min,
-        draft_p_min=draft_p_min,
-        spec_pinned=spec_pinned,
-        spec_earlier=spec_earlier,
-        lora=adapters,
-        progress=bars(),
-    )
+    how = load_options(**loading, progress=bars())
     with load_model(model_path(model), device, how) as loaded:
         interrupts = NotedInterrupts()
         conversation = Conversation(loaded, chosen, system, options, interrupts, None if seed == -1 else seed, variables)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vkback.cli.loading import ActOption, FlashAttnOption
 from vkback.cli.shell import (
-    ActOption,
     DeviceOption,
-    FlashAttnOption,
     ModelOption,
     UsageError,
     act_of,

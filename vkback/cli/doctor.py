@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, JsonOption, act_of, model_path
+from vkback.cli.loading import ActOption
+from vkback.cli.shell import DeviceOption, JsonOption, act_of, model_path
 from vkback.cli.terminal import StatusLine, fit
 
 

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    ContextOption,
-    DeviceOption,
-    ExactOption,
-    FlashAttnOption,
-    JsonOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelOption,
-    UbatchOption,
-    UsageError,
-    adapters_of,
-    bars,
-    flash_attn_of,
-    load_model,
-    load_options,
-    model_path,
-    read_text,
-    unicode_text,
-)
+from vkback.cli.loading import ADAPTERS, ARITHMETIC, load_options, with_loading
+from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, bars, load_model, model_path, read_text, unicode_text
 
 if TYPE_CHECKING:
     from vkback.models.texts import Pooling
@@ -57,6 +36,7 @@ def pooling_named(word: str | None) -> Pooling | None:
     return found
 
 
+@with_loading("ctx", *ARITHMETIC, "exact", *ADAPTERS)
 def embed(
     words: Annotated[list[str] | None, typer.Argument(metavar="TEXT...", help="Texts, each of them one.", show_default=False)] = None,
     given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="Texts in one, apart by the separator.")] = None,
@@ -69,17 +49,9 @@ def embed(
         str, typer.Option("--embd-output-format", metavar="FORMAT", help="text, json (as OpenAI's API), json+ (with cosines), array.")
     ] = "text",
     device: DeviceOption = None,
-    ctx: ContextOption = None,
-    ubatch: UbatchOption = None,
-    act: ActOption = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
-    lora: LoraOption = None,
-    lora_scaled: LoraScaledOption = None,
-    lora_scale: LoraScaleOption = None,
-    exact: ExactOption = False,
-    flash_attn: FlashAttnOption = "auto",
     as_json: JsonOption = False,
+    *,
+    loading: Mapping[str, Any],
 ) -> None:
     """Vectors of texts, to stdout; as text with the cosines between them. Options are named as llama-embedding names them."""
     texts = texts_given(words or [], given, file, separator)
@@ -91,17 +63,7 @@ def embed(
         raise UsageError(f"--embd-output-format {form}: expected {', '.join(forms)}")
     if normalize not in (-1, 2):
         raise UsageError(f"--embd-normalize {normalize}: expected 2, vectors of length 1, or -1, as they come")
-    options = load_options(
-        ctx=ctx,
-        act=act,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        exact=exact,
-        flash_attn=bool(flash_attn_of(flash_attn)),
-        lora=adapters_of(lora, lora_scaled, lora_scale),
-        progress=bars(),
-    )
+    options = load_options(**loading, progress=bars())
     with load_model(model_path(model), device, options) as loaded:
         rows = loaded.embed(texts, normalize=normalize == 2, pooling=kind)
         lengths = (rows**2).sum(axis=1) ** 0.5

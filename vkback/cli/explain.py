@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ActOption, DeviceOption, JsonOption, UsageError, act_of, sync_of
+from vkback.cli.loading import ActOption
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, act_of, sync_of
 from vkback.cli.terminal import defines_text, fit, kernel_text, unknown_data, unknown_lines
 
 if TYPE_CHECKING:

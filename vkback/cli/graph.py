@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vkback.cli.shell import ModelOption, RowsOption, ShapeOption, UsageError, cache_rows, described_model, one_of
+from vkback.cli.loading import RowsOption
+from vkback.cli.shell import ModelOption, ShapeOption, UsageError, cache_rows, described_model, one_of
 
 FORMATS = ("text", "list", "ir", "dot", "json", "html")
 GRANULARITIES = ("elementary", "built")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.hosts import DevicesOption, HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
-from vkback.cli.shell import ActOption, ShapeOption, UsageError, act_of, bars, described_model, read_text
+from vkback.cli.loading import ActOption
+from vkback.cli.shell import ShapeOption, UsageError, act_of, bars, described_model, read_text
 from vkback.cli.terminal import fit, shortened
 
 if TYPE_CHECKING:

@@ -10,18 +10,8 @@ from typing import Annotated
 
 import typer
 
-from vkback.cli.shell import (
-    JsonOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelOption,
-    UsageError,
-    adapters_of,
-    model_path,
-    one_of,
-    output_file,
-)
+from vkback.cli.loading import LoraOption, LoraScaledOption, LoraScaleOption, adapters_of
+from vkback.cli.shell import JsonOption, ModelOption, UsageError, model_path, one_of, output_file
 from vkback.cli.terminal import fit
 
 TYPES = ("F32", "F16", "BF16", "Q8_0")

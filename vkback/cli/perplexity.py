@@ -14,29 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vkback.cli.hosts import DevicesOption, workers_of
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    ExactOption,
-    FlashAttnOption,
-    GpuLayersOption,
-    JsonOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelOption,
-    UbatchOption,
-    UsageError,
-    adapters_of,
-    bars,
-    flash_attn_of,
-    load_model,
-    load_options,
-    model_path,
-    output_file,
-    read_text,
-)
+from vkback.cli.loading import ADAPTERS, ARITHMETIC, load_options, with_loading
+from vkback.cli.shell import JsonOption, ModelOption, UsageError, bars, load_model, model_path, output_file, read_text
 from vkback.cli.terminal import fit, progress_bar
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
@@ -45,6 +24,7 @@ if TYPE_CHECKING:
     from vkback.evaluate.kl import Divergence
 
 
+@with_loading(*ARITHMETIC, "exact", "n_gpu_layers", *ADAPTERS)
 def perplexity(
     file: Annotated[Path | None, typer.Option("-f", "--file", help="The text, UTF-8.")] = None,
     tokens: TokensOption = None,
@@ -58,21 +38,13 @@ def perplexity(
         ),
     ] = None,
     device: DevicesOption = None,
-    n_gpu_layers: GpuLayersOption = None,
-    ubatch: UbatchOption = None,
-    act: ActOption = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
-    exact: ExactOption = False,
-    flash_attn: FlashAttnOption = "auto",
-    lora: LoraOption = None,
-    lora_scaled: LoraScaledOption = None,
-    lora_scale: LoraScaleOption = None,
     save_kl_base: Annotated[
         Path | None, typer.Option("--save-kl-base", help="Write the log probabilities, for --kl-base of a later run.")
     ] = None,
     kl_base: Annotated[Path | None, typer.Option("--kl-base", help="Compare with the log probabilities that another run wrote.")] = None,
     as_json: JsonOption = False,
+    *,
+    loading: Mapping[str, Any],
 ) -> None:
     """Perplexity of a text by the rule of llama-perplexity, with its standard error. With --kl-base also how far the probabilities are from
     those of another file or setting: Kullback-Leibler divergence, and how often both find the same token likeliest."""
@@ -87,38 +59,22 @@ def perplexity(
     if not text:
         raise UsageError(f"-f {file}: the file is empty, expected a text")
     path = model_path(model)
-    adapters = adapters_of(lora, lora_scaled, lora_scale)
+    adapters = loading["lora"]
     if save_kl_base is not None:
         inputs = (file, path, kl_base, *(each.path for each in adapters))
         output_file(save_kl_base, "--save-kl-base", *(given for given in inputs if given is not None))
-    options = load_options(
-        ctx=chunk,
-        n_gpu_layers=n_gpu_layers,
-        act=act,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        exact=exact,
-        flash_attn=bool(flash_attn_of(flash_attn)),
-        lora=adapters,
-        progress=bars(),
-    )
+    options = load_options(ctx=chunk, **loading, progress=bars())
+    how = f"{loading['act']}, exact" if loading["exact"] else loading["act"]
+    caches = f"{loading['cache_type_k']}, {loading['cache_type_v']}"
     where = workers_of(device, None, None, None)
     if where is not None:
-        if lora or lora_scaled or save_kl_base is not None or kl_base is not None:
+        if adapters or save_kl_base is not None or kl_base is not None:
             raise UsageError("--lora, --save-kl-base and --kl-base are of one device; expected one with --device")
-        options_of = {
-            "ctx": chunk,
-            "act": act,
-            "ubatch": ubatch,
-            "cache_type_k": cache_type_k,
-            "cache_type_v": cache_type_v,
-            "exact": exact,
-            "n_gpu_layers": options.n_gpu_layers,
-        }
+        options_of = {"ctx": chunk, "n_gpu_layers": options.n_gpu_layers}
+        options_of |= {name: loading[name] for name in ("act", "ubatch", "cache_type_k", "cache_type_v", "exact")}
         plain = text if isinstance(text, str) else list(text)
         args = {"path": str(path.absolute()), "text": plain, "chunk": chunk, "chunks": chunks, "sequences": parallel, "options": options_of}
-        _by_workers(where, args, f"{act}, exact" if exact else act, f"{cache_type_k}, {cache_type_v}", as_json)
+        _by_workers(where, args, how, caches, as_json)
         return
     console = Console(stderr=True)
     # The base is opened first: a file that is none is refused before a model loads for minutes.
@@ -130,9 +86,8 @@ def perplexity(
         ids = loaded.ids(text, start=True)
         count = count_chunks(ids, chunk, chunks)
         same = describe_text(ids, chunk, count, loaded.n_vocab)
-        how = f"{act}, exact" if exact else act
         name = f"{loaded.name} with {', '.join(map(str, adapters))}" if adapters else loaded.name
-        about = {"model": loaded.description, "file": name, "act": how, "cache": f"{cache_type_k}, {cache_type_v}"}
+        about = {"model": loaded.description, "file": name, "act": how, "cache": caches}
         if reader is not None:
             reader.check(same)
         # Without a chunk there is nothing to write, and the scoring below says so.

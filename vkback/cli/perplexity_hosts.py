@@ -25,7 +25,8 @@ PIECES = 4
 
 def _loaded(station: Station, args: Mapping[str, Any]) -> tuple[LoadedModel, list[int]]:
     """The model, and the tokens of the whole text: made once by a worker."""
-    from vkback.cli.shell import load_model, load_options
+    from vkback.cli.loading import load_options
+    from vkback.cli.shell import load_model
 
     def make(stack: ExitStack) -> tuple[LoadedModel, list[int]]:
         model = stack.enter_context(load_model(Path(args["path"]), station.device or None, load_options(**args["options"])))

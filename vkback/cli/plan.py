@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from vkback.cli.loading import ActOption, FlashAttnOption, GpuLayersOption, RowsOption, load_options
 from vkback.cli.shell import (
-    ActOption,
     CompileOnlyOption,
     DeviceOption,
-    FlashAttnOption,
-    GpuLayersOption,
     ModelOption,
-    RowsOption,
     ShapeOption,
     UsageError,
     act_of,
@@ -24,7 +21,6 @@ from vkback.cli.shell import (
     cache_rows,
     described_model,
     flash_attn_of,
-    load_options,
     model_path,
     one_of,
 )

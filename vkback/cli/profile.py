@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import (
-    ActOption,
-    DeviceOption,
-    ModelOption,
-    RowsOption,
-    UsageError,
-    act_of,
-    bars,
-    model_path,
-    one_of,
-    output_file,
-    write_output,
-)
+from vkback.cli.loading import ActOption, RowsOption
+from vkback.cli.shell import DeviceOption, ModelOption, UsageError, act_of, bars, model_path, one_of, output_file, write_output
 from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:

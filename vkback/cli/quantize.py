@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import DeviceOption, JsonOption, UsageError, bars, load_model, load_options, model_path, output_file
+from vkback.cli.loading import load_options
+from vkback.cli.shell import DeviceOption, JsonOption, UsageError, bars, load_model, model_path, output_file
 from vkback.cli.terminal import fit, progress_bar
 from vkback.units import counted, params_text, size_text
 

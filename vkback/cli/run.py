@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vkback.cli.loading import ADAPTERS, ARITHMETIC, DRAFTS, PLACES, load_options, with_loading
 from vkback.cli.sampling import (
     BiasOption,
     FrequencyOption,
@@ -29,42 +30,7 @@ from vkback.cli.sampling import (
     logit_bias,
     with_samplers,
 )
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    ContextOption,
-    CpuMoeLayersOption,
-    CpuMoeOption,
-    DevicesOption,
-    DraftMaxOption,
-    DraftMinOption,
-    DraftPMinOption,
-    ExactOption,
-    ExpertCacheOption,
-    FlashAttnOption,
-    GpuLayersOption,
-    JsonOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelDraftOption,
-    ModelOption,
-    SpecPinnedOption,
-    SpecTypeOption,
-    TensorSplitOption,
-    UbatchOption,
-    UsageError,
-    adapters_of,
-    bars,
-    flash_attn_of,
-    load_model,
-    load_options,
-    model_path,
-    read_text,
-    shares,
-    unicode_text,
-)
+from vkback.cli.shell import DevicesOption, JsonOption, ModelOption, UsageError, bars, load_model, model_path, read_text, unicode_text
 from vkback.cli.token_ids import TokensOption, check_ids, token_ids
 
 if TYPE_CHECKING:
@@ -74,6 +40,7 @@ DEFAULT_TOKENS = 128
 
 
 @with_samplers
+@with_loading("ctx", *ARITHMETIC, "exact", *PLACES, *ADAPTERS, *DRAFTS, "spec_pinned")
 def generate(
     words: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="The text to continue.", show_default=False)] = None,
     given: Annotated[str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The same as an option; - reads stdin.")] = None,
@@ -102,30 +69,10 @@ def generate(
     bias: BiasOption = None,
     stop: StopOption = None,
     device: DevicesOption = None,
-    tensor_split: TensorSplitOption = None,
-    n_gpu_layers: GpuLayersOption = None,
-    n_cpu_moe: CpuMoeLayersOption = None,
-    cpu_moe: CpuMoeOption = False,
-    expert_cache: ExpertCacheOption = 0,
-    ctx: ContextOption = None,
-    ubatch: UbatchOption = None,
-    act: ActOption = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
-    lora: LoraOption = None,
-    lora_scaled: LoraScaledOption = None,
-    lora_scale: LoraScaleOption = None,
-    exact: ExactOption = False,
     fusion: Annotated[str, typer.Option(help="all or none: each op by itself, as plan, vkbench and compare have it.")] = "all",
-    flash_attn: FlashAttnOption = "auto",
-    spec_type: SpecTypeOption = None,
-    model_draft: ModelDraftOption = None,
-    draft_max: DraftMaxOption = None,
-    draft_min: DraftMinOption = 0,
-    draft_p_min: DraftPMinOption = 0.0,
-    spec_pinned: SpecPinnedOption = 0,
     as_json: JsonOption = False,
     *,
+    loading: Mapping[str, Any],
     samplers: Mapping[str, Any],
 ) -> None:
     """Continue a text. The text, or its token ids where the model has no vocabulary, goes to stdout as it is generated; to stderr go the
@@ -155,29 +102,7 @@ def generate(
         **samplers,
     }
     options = generate_options(asked)
-    how = load_options(
-        ctx=ctx,
-        tensor_split=shares(tensor_split),
-        n_gpu_layers=n_gpu_layers,
-        n_cpu_moe=n_cpu_moe,
-        cpu_moe=cpu_moe,
-        expert_cache=expert_cache,
-        act=act,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        exact=exact,
-        fusion=fusion,
-        flash_attn=bool(flash_attn_of(flash_attn)),
-        spec_type=spec_type,
-        model_draft=model_draft,
-        draft_max=draft_max,
-        draft_min=draft_min,
-        draft_p_min=draft_p_min,
-        spec_pinned=spec_pinned,
-        lora=adapters_of(lora, lora_scaled, lora_scale),
-        progress=bars(prompts=True),
-    )
+    how = load_options(**loading, fusion=fusion, progress=bars(prompts=True))
 
     # Errors of the prompt show before a long load ends, and kernels compile beside it.
     def while_weights_come(engine: Engine) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from vkback.cli.gathered import gathered
 from vkback.cli.shell import UsageError, read_text
 from vkback.errors import VkbackError
 
@@ -100,18 +99,7 @@ SAMPLERS = {
 
 def with_samplers(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: the command has these options, too, and gets those that are not at their defaults as `samplers`."""
-    own = inspect.signature(command, eval_str=True)
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        asked = {name: kwargs.pop(name) for name in SAMPLERS if name in kwargs}
-        command(*args, **kwargs, samplers=_asked({n: v for n, v in asked.items() if v != SAMPLERS[n][1]}))
-
-    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=v, annotation=kind) for n, (kind, v) in SAMPLERS.items()]
-    before = [parameter for parameter in own.parameters.values() if parameter.name != "samplers"]
-    run.__signature__ = own.replace(parameters=[*before, *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*before, *added)}
-    return run
+    return gathered("samplers", SAMPLERS, lambda asked: _asked({n: v for n, v in asked.items() if v != SAMPLERS[n][1]}))(command)
 
 
 ELSEWHERE = {

@@ -17,40 +17,9 @@ from vkback.cli.chat import TemplateKwargsOption, TemplateOption, template_text,
 from vkback.cli.embed import PoolingOption, pooling_named
 from vkback.cli.hosts import device_list
 from vkback.cli.interrupts import own_interrupts
+from vkback.cli.loading import ADAPTERS, ARITHMETIC, DRAFTS, PLACES, ExactRequestsOption, load_options, with_loading
 from vkback.cli.sampling import MinPOption, TempOption, TopKOption, TopPOption, generate_options, with_samplers
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    ContextOption,
-    CpuMoeLayersOption,
-    CpuMoeOption,
-    DevicesOption,
-    DraftMaxOption,
-    DraftMinOption,
-    DraftPMinOption,
-    ExactRequestsOption,
-    ExpertCacheOption,
-    FlashAttnOption,
-    GpuLayersOption,
-    LoraOption,
-    LoraScaledOption,
-    LoraScaleOption,
-    ModelDraftOption,
-    ModelOption,
-    SpecEarlierOption,
-    SpecTypeOption,
-    TensorSplitOption,
-    UbatchOption,
-    UsageError,
-    adapters_of,
-    bars,
-    flash_attn_of,
-    load_model,
-    load_options,
-    model_path,
-    shares,
-)
+from vkback.cli.shell import DevicesOption, ModelOption, UsageError, bars, load_model, model_path
 from vkback.terminal import colours_wanted
 
 if TYPE_CHECKING:
@@ -63,6 +32,7 @@ LOCAL_NAMES = ("127.0.0.1", "[::1]", "localhost")
 
 
 @with_samplers
+@with_loading("ctx", *ARITHMETIC, *PLACES, *ADAPTERS, *DRAFTS, "spec_earlier")
 def serve(
     model: ModelOption = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -119,31 +89,12 @@ def serve(
         bool, typer.Option("--reuse/--no-reuse", "--cache-prompt/--no-cache-prompt", help="Keep what a prompt shares with those before it.")
     ] = True,
     device: DevicesOption = None,
-    tensor_split: TensorSplitOption = None,
-    n_gpu_layers: GpuLayersOption = None,
-    n_cpu_moe: CpuMoeLayersOption = None,
-    cpu_moe: CpuMoeOption = False,
-    expert_cache: ExpertCacheOption = 0,
-    ctx: ContextOption = None,
-    ubatch: UbatchOption = None,
-    act: ActOption = "auto",
-    cache_type_k: CacheTypeKOption = "f16",
-    cache_type_v: CacheTypeVOption = "f16",
     exact: ExactRequestsOption = False,
-    flash_attn: FlashAttnOption = "auto",
-    spec_type: SpecTypeOption = None,
-    model_draft: ModelDraftOption = None,
-    draft_max: DraftMaxOption = None,
-    draft_min: DraftMinOption = 0,
-    draft_p_min: DraftPMinOption = 0.0,
-    spec_earlier: SpecEarlierOption = False,
-    lora: LoraOption = None,
     lora_init_without_apply: Annotated[
         bool, typer.Option("--lora-init-without-apply", help="Adapters are off until POST /lora-adapters or a request turns them on.")
     ] = False,
-    lora_scaled: LoraScaledOption = None,
-    lora_scale: LoraScaleOption = None,
     *,
+    loading: Mapping[str, Any],
     samplers: Mapping[str, Any],
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank, /v1/models, /health, /metrics,
@@ -163,39 +114,17 @@ def serve(
     defaults = generate_options({"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p, **samplers})
     chosen, variables = template_text(template), template_variables(template_kwargs)
     path = model_path(model)
-    adapters = adapters_of(lora, lora_scaled, lora_scale)
+    adapters = loading["lora"]
     if lora_init_without_apply:
         adapters = tuple(replace(each, scale=0.0) for each in adapters)
     log_to_stderr()
     listed = device_list(device)
-    if listed is not None and tensor_split is None:
+    if listed is not None and loading["tensor_split"] is None:
         hosts = hosts_of(host, allowed_hosts or [])
         limits = Limits(max_body, max_tokens, max_time)
         serve_cards(listed, host, port, hosts, limits, max_queue, api_key)
         return
-    how = load_options(
-        ctx=ctx,
-        tensor_split=shares(tensor_split),
-        n_gpu_layers=n_gpu_layers,
-        n_cpu_moe=n_cpu_moe,
-        cpu_moe=cpu_moe,
-        expert_cache=expert_cache,
-        act=act,
-        ubatch=ubatch,
-        cache_type_k=cache_type_k,
-        cache_type_v=cache_type_v,
-        exact=exact and "requests",
-        flash_attn=bool(flash_attn_of(flash_attn)),
-        spec_type=spec_type,
-        model_draft=model_draft,
-        draft_max=draft_max,
-        draft_min=draft_min,
-        draft_p_min=draft_p_min,
-        spec_earlier=spec_earlier,
-        lora=adapters,
-        lora_switched=True,
-        progress=bars(),
-    )
+    how = load_options(**{**loading, "lora": adapters}, exact=exact and "requests", lora_switched=True, progress=bars())
     worker = Worker(
         lambda: load_model(path, device, how),
         parallel=parallel,

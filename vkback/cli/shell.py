@@ -7,7 +7,6 @@ import errno
 import gc
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from vkback.engine.engine import Engine
     from vkback.engine.load_options import LoadOptions
     from vkback.events import Report
-    from vkback.models.adapter import Given
     from vkback.models.registry import Model
     from vkback.ops.lowering import Act, Sync
     from vkback.ops.matmul.gemm_problem import GemmKernel
@@ -52,133 +50,19 @@ ModelOption = Annotated[
 ShapeOption = Annotated[
     str | None, typer.Option("--shape", metavar="NAME", help="A name of vkback synth --list in place of a model: no file is needed.")
 ]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("-c", "--ctx", "--ctx-size", min=0, help="Context in tokens; 0: as trained [default: as trained, at most 4096]."),
-]
-RowsOption = Annotated[
-    int | None,
-    typer.Option("-c", "--ctx", "--ctx-size", min=0, help="Rows of the KV cache; 0: as trained [default: as trained, at most 4096]."),
-]
-UbatchOption = Annotated[
-    int | None,
-    typer.Option("-ub", "--ubatch", "--ubatch-size", min=1, help="Prompt tokens processed at once [default: 512, on CPU drivers 64]."),
-]
 DeviceOption = Annotated[str | None, typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID.")]
 DevicesOption = Annotated[
     str | None,
     typer.Option("--device", "-dev", help="Device by index, part of its name, or UUID; with commas several, each with some of the layers."),
 ]
-TensorSplitOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tensor-split",
-        "-ts",
-        metavar="SHARES",
-        help="Shares of the layers of several devices, as 3,1 [default: by their memory and how fast they read it].",
-    ),
-]
 
-GpuLayersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--n-gpu-layers",
-        "--gpu-layers",
-        "-ngl",
-        metavar="N|auto|all",
-        help="N layers, the output layer and the last ones, have their weights on the device, others in host memory [default: auto].",
-    ),
-]
-CpuMoeLayersOption = Annotated[
-    int | None,
-    typer.Option(
-        "--n-cpu-moe",
-        "-ncmoe",
-        min=0,
-        metavar="N",
-        help="Experts of the first N layers lie in host memory, where kernels read them [default: as many as must].",
-    ),
-]
-CpuMoeOption = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="Experts of all layers lie in host memory.")]
-ExpertCacheOption = Annotated[
-    int,
-    typer.Option(
-        "--expert-cache",
-        min=0,
-        metavar="N",
-        help="N experts of each layer in host memory are kept on the device, those that were used last [default: none].",
-        show_default=False,
-    ),
-]
 
-CacheTypeKOption = Annotated[str, typer.Option("--cache-type-k", "-ctk", help="What keys are kept as: f16, f32, q8_0 or q4_0.")]
-CacheTypeVOption = Annotated[str, typer.Option("--cache-type-v", "-ctv", help="The same for values.")]
-LoraOption = Annotated[
-    list[str] | None, typer.Option("--lora", metavar="FILE", help="An adapter file (vkback finetune) beside the weights; may be repeated.")
-]
-LoraScaledOption = Annotated[
-    list[str] | None, typer.Option("--lora-scaled", metavar="FILE:SCALE", help="The same, multiplied by a number; may be repeated.")
-]
-LoraScaleOption = Annotated[
-    list[float] | None,
-    typer.Option("--lora-scale", metavar="SCALE", help="What those of --lora are multiplied by; repeat to give each its own [default: 1]."),
-]
 CompileOnlyOption = Annotated[
     bool, typer.Option("--compile-only", help="Run nothing on the device. By default so where the driver has no hardware.")
 ]
 
-ExactOption = Annotated[
-    bool, typer.Option("--exact", help="Logits of a token have the same bits however many tokens went with it; slower.")
-]
-ExactRequestsOption = Annotated[
-    bool, typer.Option("--exact", help="A request's text has the same bits whoever else is served; slower where few are.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
-ModelDraftOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model-draft",
-        "-md",
-        "--spec-draft-model",
-        metavar="FILE",
-        help="What drafts tokens: a smaller model of the same vocabulary, or an EAGLE-3 head for the model.",
-    ),
-]
-SpecTypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--spec-type",
-        help="Drafts of the next tokens: ngram-simple (copies in the text), draft-simple (-md), draft-eagle3 (-md, a head), draft-mtp (the "
-        "file's own block for them), none [default: as the file of -md is, else the first; on a CPU, none].",
-    ),
-]
-DraftMaxOption = Annotated[
-    int | None,
-    typer.Option(
-        "--spec-draft-n-max", "--draft-max", "--draft", "--draft-n", min=0, help="Drafts of a step at most [default: as pays, 15]."
-    ),
-]
-DraftMinOption = Annotated[
-    int, typer.Option("--spec-draft-n-min", "--draft-min", "--draft-n-min", min=0, help="Fewer drafts than so many are not tried.")
-]
-DraftPMinOption = Annotated[
-    float,
-    typer.Option(
-        "--spec-draft-p-min", "--draft-p-min", min=0.0, max=1.0, help="A draft model's drafts end before one with less probability."
-    ),
-]
-SpecPinnedOption = Annotated[
-    int, typer.Option("--spec-pinned", min=0, help="4, 8 or 16 tokens in every step: the same bits whatever is drafted; slower.")
-]
-SpecEarlierOption = Annotated[bool, typer.Option("--spec-earlier", help="Draft from earlier texts, too.")]
-
-ActOption = Annotated[str, typer.Option("--act", help=f"Activations: {', '.join(ACTS)}.")]
-
-FlashAttnOption = Annotated[
-    str,
-    typer.Option("-fa", "--flash-attn", metavar="on|off|auto", help="off, or 0: attention as nodes kq, kq_soft_max, kqv; to look into it."),
-]
 
 HUB, HUB_OPTIONS = "hf:", ("-hf", "--hf-repo")
 """What marks a model as that of a repository of Hugging Face."""
@@ -595,37 +479,6 @@ def read_text(path: Path, option: str) -> str:
         raise UsageError(f"{option} {path}: not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
-def adapters_of(lora: Sequence[str] | None, scaled: Sequence[str] | None, scale: Sequence[float] | None) -> tuple[Given, ...]:
-    """The adapter files of --lora, --lora-scaled and --lora-scale. Raises UsageError for one that is not there."""
-    from vkback.models.adapter import Given
-
-    files = [Path(name) for text in lora or () for name in _listed(text)]
-    scales = list(scale or (1.0,))
-    if scale and len(scales) not in (1, len(files)):
-        raise UsageError(f"--lora-scale is given {len(scales)} times, --lora {len(files)} times; expected it once, or once for each")
-    found = [("--lora", Given(path, times)) for path, times in zip(files, scales * len(files) if len(scales) == 1 else scales, strict=True)]
-    for text in (part for each in scaled or () for part in each.split(",")):
-        name, _, number = text.rpartition(":")
-        try:
-            found.append(("--lora-scaled", Given(Path(name), float(number))))
-        except ValueError:
-            raise UsageError(f"--lora-scaled {text}: expected a file and a number, as adapter.gguf:0.5") from None
-        if not name:
-            raise UsageError(f"--lora-scaled {text}: expected a file and a number, as adapter.gguf:0.5")
-    for option, one in found:
-        if not one.path.is_file():
-            wrong = "is a folder" if one.path.is_dir() else "no regular file" if one.path.exists() else "no such file"
-            raise UsageError(f"{option} {one.path}: {wrong}; expected an adapter file")
-        if not math.isfinite(one.scale):
-            raise UsageError(f"{option} {one.path}: times {one.scale}, expected a number")
-    return tuple(one for _, one in found)
-
-
-def _listed(text: str) -> list[str]:
-    """Files with commas between them, as llama.cpp takes them; a file whose name has a comma is one."""
-    return [text] if Path(text).exists() else text.split(",")
-
-
 def act_of(value: str) -> Act:
     """How activations enter a GEMV, as the user named it."""
     return cast("Act", one_of(value, ACTS, "--act"))
@@ -670,30 +523,6 @@ def bars(wanted: bool = True, *, prompts: bool = False) -> Report | None:
     from vkback.report.bars import Bars
 
     return Bars(prompts=prompts) if wanted else None
-
-
-def load_options(**given: Any) -> LoadOptions:
-    """How a model is loaded, as the user named it. given: fields of LoadOptions. Raises UsageError."""
-    from vkback.checks import OptionError
-    from vkback.engine.load_options import LoadOptions
-
-    try:
-        return LoadOptions(**given)
-    except OptionError as e:
-        raise UsageError(f"--{e.name.replace('_', '-')} {e.value}: expected {e.expected}") from e
-
-
-def shares(given: str | None) -> tuple[float, ...] | None:
-    """Those of --tensor-split. Raises UsageError."""
-    if given is None:
-        return None
-    try:
-        found = tuple(float(share) for share in re.split("[,/]", given))
-    except ValueError:
-        found = ()
-    if not found or not all(0 < share < math.inf for share in found):
-        raise UsageError(f"--tensor-split {given}: expected a share greater than 0 for each device, as 3,1")
-    return found
 
 
 def load_engine(path: Path, device: str | None, options: LoadOptions) -> AbstractContextManager[EngineLike]:

@@ -7,20 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vkback.cli.shell import (
-    ActOption,
-    CacheTypeKOption,
-    CacheTypeVOption,
-    DeviceOption,
-    JsonOption,
-    ModelOption,
-    RowsOption,
-    UsageError,
-    act_of,
-    load_engine,
-    load_options,
-    model_path,
-)
+from vkback.cli.loading import ActOption, CacheTypeKOption, CacheTypeVOption, RowsOption, load_options
+from vkback.cli.shell import DeviceOption, JsonOption, ModelOption, UsageError, act_of, load_engine, model_path
 from vkback.cli.terminal import StatusLine
 
 if TYPE_CHECKING:

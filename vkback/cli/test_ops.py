@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from vkback.cli.hosts import DevicesOption, HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
-from vkback.cli.shell import ActOption, OutputError, UsageError, act_of, one_of, output_file, read_text
+from vkback.cli.loading import ActOption
+from vkback.cli.shell import OutputError, UsageError, act_of, one_of, output_file, read_text
 from vkback.cli.terminal import StatusLine
 from vkback.errors import VkbackError, did_you_mean
 from vkback.paths import reason, unwritable

@@ -20,16 +20,12 @@ from vkback import paths
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, OutputOption, Outputs, SaveOption, StoreOption
 from vkback.cli.hosts import HostsOption, JournalOption, SchedulerOption, WorkersOption, workers_of
 from vkback.cli.llama_options import BenchCommand
+from vkback.cli.loading import CpuMoeLayersOption, CpuMoeOption, ExactOption, ExpertCacheOption, TensorSplitOption, load_options, shares
 from vkback.cli.shell import (
     ACTS,
     Command,
-    CpuMoeLayersOption,
-    CpuMoeOption,
     DevicesOption,
     EngineLike,
-    ExactOption,
-    ExpertCacheOption,
-    TensorSplitOption,
     UsageError,
     VersionOption,
     act_of,
@@ -38,7 +34,6 @@ from vkback.cli.shell import (
     bars,
     flash_attn_of,
     load_engine,
-    load_options,
     measured_math_rate,
     measured_read_rate,
     model_path,
@@ -46,7 +41,6 @@ from vkback.cli.shell import (
     one_of,
     output_file,
     run,
-    shares,
 )
 from vkback.cli.terminal import StatusLine
 from vkback.cli.vkbench_run import Feed, cpu_name, device_names, driver_text, measure, split_text, where_it_ran

@@ -17,27 +17,19 @@ import typer
 
 from vkback.cli.bench_output import AsJsonOption, OutputErrOption, Outputs, SaveOption, StoreOption
 from vkback.cli.hosts import device_list
-from vkback.cli.shell import (
+from vkback.cli.loading import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
-    DevicesOption,
-    EngineLike,
     ExactRequestsOption,
     FlashAttnOption,
     GpuLayersOption,
-    ModelOption,
     TensorSplitOption,
     UbatchOption,
-    UsageError,
-    act_of,
-    bars,
-    flash_attn_of,
-    load_engine,
     load_options,
-    model_path,
     shares,
 )
+from vkback.cli.shell import DevicesOption, EngineLike, ModelOption, UsageError, act_of, bars, flash_attn_of, load_engine, model_path
 from vkback.cli.terminal import StatusLine
 from vkback.cli.vkbench_run import WARMUP_NS, cpu_name, device_names, driver_text, split_text, where_it_ran
 from vkback.cli.vkbench_tests import parse_values

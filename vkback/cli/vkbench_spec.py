@@ -13,25 +13,17 @@ import typer
 
 from vkback.cli.bench_output import AsJsonOption
 from vkback.cli.hosts import device_list
-from vkback.cli.shell import (
+from vkback.cli.loading import (
     ActOption,
     CacheTypeKOption,
     CacheTypeVOption,
-    DeviceOption,
     DraftMaxOption,
     ExactOption,
     ModelDraftOption,
-    ModelOption,
     SpecTypeOption,
-    UsageError,
-    act_of,
-    bars,
-    load_model,
     load_options,
-    make_sampler,
-    model_path,
-    one_of,
 )
+from vkback.cli.shell import DeviceOption, ModelOption, UsageError, act_of, bars, load_model, make_sampler, model_path, one_of
 from vkback.cli.vkbench_run import WARMUP_NS, exhaust
 from vkback.cli.vkbench_tests import parse_values
 
