@@ -249,4 +249,4 @@ def require_packages() -> None:
     """Raises UsageError with the command that installs what is missing."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}, which is not installed. Install it with: pip install 'vkback[serve]'")
+        raise UsageError(f"serve needs what is not installed: {', '.join(missing)}. Install it with: pip install 'vkback[serve]'")
