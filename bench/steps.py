@@ -10,6 +10,9 @@ is, on a CPU driver milliseconds of a core a step (the least of all rounds, whic
 many of them are barrier-free, the NMSE of the logits against the tables' (of runs that begin with NaN in memory), and whether a spin-wait
 timed out. With --stages a line for each dispatch of the tables' plan of a middle layer and of what follows the last: microseconds with all
 barriers.
+
+A recurrent model wants --depth 0, where a step begins without a state. Behind other tokens an even number of them stores the state over the
+one that was read, so a step that runs again goes on from another, and its NMSE says nothing.
 """
 
 from __future__ import annotations
