@@ -415,7 +415,7 @@ def test_the_command_refuses_what_it_cannot_do(arguments: Sequence[str], said: s
 @pytest.mark.vulkan
 def test_a_run_waits_for_another_of_the_same_device(device: Device, library: ShaderLibrary, tmp_path: Path) -> None:
     """It says so in one line, and begins with what the other has found: nothing of that is lost."""
-    command = [sys.executable, "-m", "vkback.cli.main", "tune", "--quant", "Q8_0", "--shape", "64x256", "--budget", "2"]
+    command = [sys.executable, "-m", "vkback.cli.main", "tune", "--quant", "Q8_0", "--shape", "64x256", "--budget", "1"]
     settings = {**os.environ, "VKBACK_TUNING": str(tmp_path)}
     with table_lock(device.caps, tmp_path, pytest.fail):
         asked = [*command, "--device", device.caps.name]
