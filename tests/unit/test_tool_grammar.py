@@ -133,6 +133,26 @@ def test_text_without_a_call_stays_free(make: JsonGrammar) -> None:
     assert constraint.mask().all() and not constraint.ended
 
 
+@pytest.mark.parametrize("name", SPELLED)
+def test_free_text_is_drafted_up_to_where_a_call_begins(name: str, make: JsonGrammar) -> None:
+    format = SPELLED[name]
+    assert format.spelling is not None
+    constraint = TriggeredConstraint(format, list(TOOLS.values()), make, once=False, marks=Marks((("<think>", "</think>"),)))
+    call = format.spelling.begin + format.spelling.call_begin.replace("{name}", "get_weather")
+    text = [*tokens(make, f"<think>{call} is what I know.</think>" + ("" if format.at_start else "Let me see, é. ") + call)]
+    free = make.all_tokens()
+    for i, token in enumerate(text):
+        found = constraint.ahead(text[i:], 1000)
+        assert found.tokens == text[i:][: len(found.tokens)] and len(found.masks) == len(found.tokens) + 1
+        assert all(np.array_equal(mask, free) for mask in found.masks)
+        constraint.take(token)
+        begins = not np.array_equal(constraint.mask(), free)
+        assert begins == (not found.tokens), "the one that is not drafted is the one that begins a call"
+        if begins:
+            break
+    assert begins and i > 5
+
+
 def test_behind_a_call_the_reply_is_free_again_and_thoughts_begin_none(make: JsonGrammar) -> None:
     marks = Marks((("<think>", "</think>"),))
     constraint = TriggeredConstraint(SPELLED["hermes"], list(TOOLS.values()), make, once=False, marks=marks)

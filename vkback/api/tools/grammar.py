@@ -7,6 +7,7 @@ Tokens that are no text stand in a grammar by their ids; `spelled` writes a text
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import string
 from collections.abc import Mapping, Sequence
@@ -166,21 +167,42 @@ class TriggeredConstraint:
         return self._free if self._inner is None else self._inner.mask()
 
     def ahead(self, tokens: Sequence[int], most: int) -> Ahead:
-        # A call may begin within text that is free.
-        return Ahead(masks=[self._free]) if self._inner is None else self._inner.ahead(tokens, most, to_end=False)
+        if self._inner is not None:
+            return self._inner.ahead(tokens, most, to_end=False)
+        found = Ahead(masks=[self._free])
+        if guessed := tokens[:most]:
+            text = self._copy()
+            for token in guessed:
+                if text._begins(token) is not None:
+                    break  # what comes behind it has a grammar
+                found.tokens.append(token)
+                found.masks.append(self._free)
+        return found
+
+    def _copy(self) -> TriggeredConstraint:
+        """Of a reply in which no call has begun: what it has read so far."""
+        found = copy.copy(self)
+        found._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found._decoder.setstate(self._decoder.getstate())
+        found._reader = copy.deepcopy(self._reader)
+        return found
 
     def take(self, token: int) -> None:
         if self._inner is None:
-            text = self._decoder.decode(self._make.bytes_of(token))
-            self._tail += text if self._reader is None else self._reader.feed(text)[1]
-            self._look()
+            if (found := self._begins(token)) is not None:
+                trigger, written = found
+                grammar = rest_of_call(self._format, self._tools, self._make, parallel=not self._once, trigger=trigger, written=written)
+                self._inner = self._make.of_lark(grammar) if grammar else None
+                self._tail, self._came = "", True
             return
         self._inner.take(token)
         if self._inner.may_end and not self._once:
             self._inner, self._tail, self._came = None, "", False
 
-    def _look(self) -> None:
-        """Whether a call has begun."""
+    def _begins(self, token: int) -> tuple[str, str] | None:
+        """A token of free text: the trigger with which a call has begun, and what is written of the call."""
+        text = self._decoder.decode(self._make.bytes_of(token))
+        self._tail += text if self._reader is None else self._reader.feed(text)[1]
         if self._at_start and not self._came:
             self._tail = self._tail.lstrip(self._white)
         if self._at_start and self._came:
@@ -190,12 +212,8 @@ class TriggeredConstraint:
         else:
             found = min(((at, trigger) for trigger in self._triggers if (at := self._tail.find(trigger)) >= 0), default=None)
         if found is not None:
-            written = self._tail[found[0] :]
-            named = self._triggers[found[1]]
-            grammar = rest_of_call(self._format, self._tools, self._make, parallel=not self._once, trigger=named, written=written)
-            self._inner = self._make.of_lark(grammar) if grammar else None
-            self._tail, self._came = "", True
-            return
+            return self._triggers[found[1]], self._tail[found[0] :]
         self._came = self._came or bool(self._tail.strip(self._white))
         longest = max(map(len, self._triggers))
         self._tail = self._tail[1 - longest :] if longest > 1 else ""
+        return None
