@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import socket
 import statistics
@@ -20,7 +21,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+WARM_UP = 2
 
 PEOPLE = (
     "Ada Byron, 36, of London, wrote programs for the analytical engine. ada@example.org",
@@ -78,20 +83,43 @@ def steps(url: str) -> int:
     return int(float(found[1])) if found else 0
 
 
-def round_of(url: str, task: str, clients: int, drafts: bool, max_tokens: int) -> tuple[float, float, int, int, list[str]]:
-    """Tokens a second of all clients together, steps a token, drafts, those that were right, and what was said."""
-    before, begun = steps(url), time.perf_counter()
+def cpu_seconds(process: int) -> float:
+    """Of a process and its threads, where the system tells; other work on the machine makes it no longer."""
+    stat = Path(f"/proc/{process}/stat")
+    if not stat.exists():
+        return 0.0
+    user, system = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Of all clients together: tokens a second, milliseconds of the server's processor a token, steps a token, drafts, those that were
+    right, and what was said."""
+
+    rate: float
+    cpu: float
+    steps: float
+    drafted: int
+    right: int
+    said: list[str]
+
+
+def said_in(reply: dict[str, Any]) -> str:
+    messages = [choice["message"] for choice in reply["choices"]]
+    return json.dumps([(m.get("content"), [call["function"] for call in m.get("tool_calls") or ()]) for m in messages])
+
+
+def round_of(url: str, process: int, task: str, clients: int, drafts: bool, max_tokens: int) -> Round:
+    before, spent, begun = steps(url), cpu_seconds(process), time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         replies = list(pool.map(lambda client: ask(url, task, client, drafts, max_tokens), range(clients)))
     seconds = time.perf_counter() - begun
     tokens = sum(reply["usage"]["completion_tokens"] for reply in replies)
+    spent = cpu_seconds(process) - spent
     told = [reply.get("timings", {}) for reply in replies]
-    said = [
-        json.dumps([(c["message"].get("content"), [t["function"] for t in c["message"].get("tool_calls") or ()]) for c in r["choices"]])
-        for r in replies
-    ]
     drafted, right = (sum(t.get(name, 0) for t in told) for name in ("draft_n", "draft_n_accepted"))
-    return tokens / seconds, (steps(url) - before) / tokens, drafted, right, said
+    return Round(tokens / seconds, 1e3 * spent / tokens, (steps(url) - before) / tokens, drafted, right, [*map(said_in, replies)])
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -104,28 +132,34 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise SystemExit("the server ended")
 
 
-def main(model: str, clients: int, pairs: int, max_tokens: int, options: Sequence[str]) -> None:
+def main(model: str, clients: Sequence[int], pairs: int, max_tokens: int, options: Sequence[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = ["-m", "vkback", "serve", "-m", model, "--port", str(port), "--parallel", str(clients), "--ctx", "2048", *options]
-    server = subprocess.Popen([sys.executable, *command])
-    rows = ["| task | clients | plain t/s | drafts t/s | gain | steps a token | with drafts | drafted | right | texts alike |"]
-    rows.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
+    command = ["-m", "vkback", "serve", "-m", model, "--port", str(port), "--parallel", str(max(clients)), "--ctx", "2048", *options]
+    server = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
+    rows = ["| task | clients | plain t/s | drafts t/s | gain | CPU gain | steps a token | with drafts | drafted | right | texts alike |"]
+    rows.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     try:
         wait_for(url, server)
-        for task in TASKS:
-            for drafts in (False, True, True):  # compilers
-                round_of(url, task, clients, drafts, max_tokens)
-            both = [[round_of(url, task, clients, drafts, max_tokens) for drafts in (False, True)] for _ in range(pairs)]
-            plain, drafted = (statistics.median(pair[i][0] for pair in both) for i in (0, 1))
-            gain = statistics.median(pair[1][0] / pair[0][0] for pair in both)
-            (_, without, *_, said), (_, beside, count, right, found) = both[-1]
-            alike = sum(a == b for a, b in zip(said, found, strict=True))
-            told = f"{plain:.1f} | {drafted:.1f} | {gain:.2f} | {without:.2f} | {beside:.2f} | {count} | {right} | {alike}"
-            rows.append(f"| {task} | {clients} | {told} |")
-            print(rows[-1], "pairs", " ".join(f"{b[0] / a[0]:.2f}" for a, b in both), flush=True)
+        for task, count in ((task, count) for task in TASKS for count in clients):
+            both = []
+            for i in range(WARM_UP + pairs):  # drivers compile in the first ones, and the scheduler learns what steps take
+                both.append([round_of(url, server.pid, task, count, drafts, max_tokens) for drafts in (False, True)[:: 1 if i % 2 else -1]])
+                both[-1].sort(key=lambda r: r.drafted)
+            both = both[WARM_UP:]
+            plain, drafted = (statistics.median(pair[i].rate for pair in both) for i in (0, 1))
+            gain = statistics.median(b.rate / a.rate for a, b in both)
+            cpu = statistics.median(a.cpu / b.cpu if b.cpu else 0.0 for a, b in both)
+            a, b = both[-1]
+            alike = sum(x == y for x, y in zip(a.said, b.said, strict=True))
+            told = (
+                f"{plain:.0f} | {drafted:.0f} | {gain:.2f} | {cpu:.2f} | {a.steps:.2f} | {b.steps:.2f} | {b.drafted} | {b.right} | {alike}"
+            )
+            rows.append(f"| {task} | {count} | {told} |")
+            ratios = " ".join(f"{b.rate / a.rate:.2f}" for a, b in both), " ".join(f"{a.cpu / b.cpu:.2f}" for a, b in both if b.cpu)
+            print(rows[-1], "pairs", ratios[0], "CPU", ratios[1], flush=True)
     finally:
         server.terminate()
         server.wait()
@@ -135,7 +169,7 @@ def main(model: str, clients: int, pairs: int, max_tokens: int, options: Sequenc
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a file, or the name of a built-in model")
-    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--clients", type=int, nargs="+", default=[4])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="what else the server is started with")
