@@ -292,14 +292,39 @@ class Pace:
         return best if best in gains and gains[best] > (1.0 if self._columns > 1 else ENTRY) else 1
 
 
+LONGEST_REST = 31
+"""Tokens before the next guess, at most, where guesses have no part in a step again and again."""
+
+
+class Rest:
+    """Of a text with a constraint: whether the host guesses at what comes next. A mask for each guess takes time, so that guesses without
+    use are made ever more seldom. What alone may come is no guess."""
+
+    def __init__(self) -> None:
+        self._left = self._next = 0
+
+    def note(self, *, used: bool) -> None:
+        """Drafts were found, and had a part in a step or none."""
+        if used or self._left < 0:
+            self._next = 0 if used else min(2 * self._next + 1, LONGEST_REST)
+            self._left = self._next
+
+    def over(self) -> bool:
+        """Call it once a token."""
+        self._left = max(self._left - 1, -1)
+        return self._left < 0
+
+
 class HostPace:
     """Of a text between whose tokens the host is needed: it looks drafts up itself, and a submit is one step.
 
     times  of steps; None: none were measured, and `wants_drafts` says when they should be
+    rest   of its guesses
     """
 
     def __init__(self, drafts: Drafts, times: StepTimes | None) -> None:
         self._drafts, self._times = drafts, times
+        self.rest = Rest()
         self._right, self._tried = 1.0, 1.25  # of the latest drafts; at first most are
         self._saved, self._made = 0.0, 0
 
@@ -310,6 +335,8 @@ class HostPace:
         if tried:
             self._right, self._tried = KEPT_SHARE * self._right + right, KEPT_SHARE * self._tried + tried
         self._made += len(made)
+        if drafts:
+            self.rest.note(used=columns > 1)
         if columns > 1 and self._times is not None:
             self._saved += len(made) - self._times.of[columns]
 

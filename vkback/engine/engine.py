@@ -1387,7 +1387,7 @@ class Engine:
         try:
             while run.made < run.n:
                 room = min(most, run.n - run.made - 1)
-                ahead = self._looked_up(run, room)
+                ahead = self._looked_up(run, room, guess=constraint is None or pace.rest.over())
                 if pace.wants_drafts(len(ahead.tokens), run.n - run.made):
                     run.ended = "wants drafts"
                     return
@@ -1439,9 +1439,11 @@ class Engine:
             if self.model.architecture.recurrent and run.made < step:
                 self._left = run
 
-    def _looked_up(self, run: _Run, most: int) -> Ahead:
-        """Drafts of the next tokens as far as its constraint lets them come."""
-        if run.drafts is not None and run.drafts.known is not None:
+    def _looked_up(self, run: _Run, most: int, *, guess: bool) -> Ahead:
+        """Drafts of the next tokens as far as its constraint lets them come; without a guess those that alone may come."""
+        if not guess:
+            found = []
+        elif run.drafts is not None and run.drafts.known is not None:
             row = run.drafts.known[self.n_past + 1 :][:most]
             found = [*row[: next((i for i, t in enumerate(row) if t < 0), len(row))]]
         else:

@@ -6,10 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vkback.engine.constraint import Ahead, Constraint, only_token
-from vkback.engine.drafts import KEPT_SHARE, Drafts, Probe
-
-LONGEST_REST = 31
-"""Tokens that are made without looking ahead, at most, where what is found has no part in a step again and again."""
+from vkback.engine.drafts import KEPT_SHARE, Drafts, Probe, Rest
 
 
 class HostDrafts:
@@ -26,7 +23,7 @@ class HostDrafts:
         self._probe = Probe(text) if drafts.known is None else None
         self._length = len(text)
         self._right, self._tried = 1.0, 1.25  # of the latest guesses; at first most are
-        self._rest = self._next_rest = 0
+        self._rest = Rest()
         self.ahead = Ahead()
         self.used = 0
         self.gains: tuple[float, ...] = ()
@@ -43,8 +40,7 @@ class HostDrafts:
         if tried:
             self._right, self._tried = KEPT_SHARE * self._right + right, KEPT_SHARE * self._tried + tried
         if self.ahead.tokens:
-            self._next_rest = 0 if self.used else min(2 * self._next_rest + 1, LONGEST_REST)
-            self._rest = self._next_rest
+            self._rest.note(used=self.used > 0)
         if self._probe is not None:
             for token in made:
                 self._probe.take(token)
@@ -53,9 +49,7 @@ class HostDrafts:
     def look(self, most: int) -> None:
         """Find at most so many drafts, and the mask of the next token in any case."""
         most = min(most, self._drafts.most)
-        if self._constraint is not None and self._rest:  # for masks take time
-            self._rest, most = self._rest - 1, 0
-        guesses = self._guesses(most)
+        guesses = [] if self._constraint is not None and not self._rest.over() else self._guesses(most)
         self.ahead = Ahead(guesses) if self._constraint is None else self._constraint.ahead(guesses, most)
         self.used, gains, chance = 0, [1.0], 1.0
         for i in range(len(self.ahead.tokens)):
