@@ -75,7 +75,7 @@ def test_the_options_of_commands(tmp_path: Path) -> None:
     asked: list[tuple[dict[str, Any], str]] = [
         ({"grammar_file": file, "grammar": DATES}, "--grammar and --grammar-file exclude each other"),
         ({"samplers": "kt", "sampling_seq": "kt"}, "--samplers and --sampling-seq exclude each other"),
-        ({"samplers": "foo"}, "samplers is 'foo'"),
+        ({"samplers": "foo"}, "--samplers foo: expected names with ; between"),
     ]
     for options, says in asked:
         with pytest.raises(UsageError, match=says):
