@@ -296,8 +296,9 @@ def test_a_draft_model_fills_the_context_and_rests_where_it_does_not_pay(with_dr
 
 
 @pytest.mark.vulkan
-def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, device: Device) -> None:
+def test_a_model_of_other_tokens_does_not_draft(llama: Engine, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     other = builtin_model("demo-dense")
+    monkeypatch.setattr(Engine, "attach_draft_model", None)  # it is refused before its weights are loaded
     with pytest.raises(DraftError, match=r"demo-dense.*: 4096 tokens, model.gguf has 331; expected one of its family"):
         vkback.load(llama.model.file.path, device.index, 64, model_draft=other)
     recurrent = tmp_path / "recurrent.gguf"

@@ -42,7 +42,7 @@ from vkback.device import Device as VulkanDevice
 from vkback.engine.batch.batch import SEQUENCES, Batch
 from vkback.engine.batch.steps import class_of
 from vkback.engine.constraint import Constraint, Gbnf, JsonGrammar
-from vkback.engine.draft_model import ROOM
+from vkback.engine.draft_model import ROOM, check_draft_model
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.host_weights import LayersOnDevice, guessed_rates
@@ -58,6 +58,7 @@ from vkback.models.adapter import Given, LoraLike, without_adapters
 from vkback.models.adapter import given as adapters_given
 from vkback.models.eagle3 import is_head
 from vkback.models.naming import model_title
+from vkback.models.registry import Model
 from vkback.models.texts import Pooling
 from vkback.ops.lowering import Act
 from vkback.report.bars import Bars
@@ -204,10 +205,17 @@ def open_model(
         draft = path_of(options.model_draft)
         kind = options.spec_type or ("draft-eagle3" if is_head(draft) else "draft-simple")
         options = replace(options, model_draft=draft, spec_type=kind)
-    engine = Engine.open(path, where, options, meanwhile=meanwhile or _compile_ahead, rates=read_rates, host_rates=host_rates)
-    if options.model_draft is not None and options.spec_type == "draft-simple":
+    draft_model = options.model_draft if options.spec_type == "draft-simple" else None
+
+    def while_weights_come(engine: Engine) -> None:
+        if draft_model is not None:
+            check_draft_model(engine.model, Model.open(draft_model))
+        (meanwhile or _compile_ahead)(engine)
+
+    engine = Engine.open(path, where, options, meanwhile=while_weights_come, rates=read_rates, host_rates=host_rates)
+    if draft_model is not None:
         try:
-            _attach_draft_model(engine, path_of(options.model_draft), options)
+            _attach_draft_model(engine, Path(draft_model), options)
         except BaseException:
             engine.close()
             raise
