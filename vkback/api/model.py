@@ -85,6 +85,8 @@ Devices: TypeAlias = "Device | str | int | Sequence[Device | str | int] | None"
 
 Conversation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """Messages, one of them, or the text of one of the user."""
+Conversations = Sequence[str | Sequence[Mapping[str, Any]]]
+"""Several. A message is none of them, for a list of messages is one conversation."""
 
 
 class ChatOptions(GenerateOptions, total=False):
@@ -348,7 +350,7 @@ def _listed(prompt: Prompt | Prompts) -> Prompts:
     return cast(Prompts, prompt if given.several(prompt) is not None else [prompt])
 
 
-def _conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation] | None:
+def _conversations(messages: Conversation | Conversations) -> list[Conversation] | None:
     """The conversations, where these are several: a list of lists of messages, or of texts. None: one, or what is none."""
     found: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
     return found if found and all(isinstance(each, str | list | tuple) for each in found) else None
@@ -626,11 +628,11 @@ class LoadedModel:
     def chat(self, messages: Conversation, *, n: int, **options: Unpack[ChatOptions]) -> list[Result]: ...
 
     @overload
-    def chat(self, messages: Sequence[Conversation], *, n: int | None = None, **options: Unpack[ChatOptions]) -> list[Result]: ...
+    def chat(self, messages: Conversations, *, n: int | None = None, **options: Unpack[ChatOptions]) -> list[Result]: ...
 
     @with_keywords
     def chat(
-        self, messages: Conversation | Sequence[Conversation], *, n: int | None = None, max_rounds: int = 0, **options: Unpack[ChatOptions]
+        self, messages: Conversation | Conversations, *, n: int | None = None, max_rounds: int = 0, **options: Unpack[ChatOptions]
     ) -> Result | list[Result]:
         """Answer a conversation, [{"role": "user", "content": ...}, ...], by the file's template. `Session.stream_chat` and `Session.chat`
         have the rest. A list of conversations, or n answers to one, are made all at once, as `batch` makes texts."""
@@ -644,10 +646,10 @@ class LoadedModel:
     def stream_chat(self, messages: Conversation, **options: Unpack[ChatOptions]) -> Stream: ...  # type: ignore[overload-overlap]
 
     @overload
-    def stream_chat(self, messages: Sequence[Conversation], **options: Unpack[ChatOptions]) -> BatchStream: ...
+    def stream_chat(self, messages: Conversations, **options: Unpack[ChatOptions]) -> BatchStream: ...
 
     @with_keywords
-    def stream_chat(self, messages: Conversation | Sequence[Conversation], **options: Unpack[ChatOptions]) -> Stream | BatchStream:
+    def stream_chat(self, messages: Conversation | Conversations, **options: Unpack[ChatOptions]) -> Stream | BatchStream:
         """As `chat`, piece by piece."""
         if _conversations(messages) is not None:
             return self._chats(messages, 1, **options)
@@ -655,7 +657,7 @@ class LoadedModel:
 
     def _chats(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Conversation | Conversations,
         n: int,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
