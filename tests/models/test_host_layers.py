@@ -172,9 +172,9 @@ def test_what_drafts_lies_where_it_is_best(llama: Path, tmp_path: Path, device: 
 @pytest.fixture
 def small(llama: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The same chip, with memory for about two thirds of the weights of llama."""
-    with Engine.open(llama, device, LoadOptions(**HOW)):
-        weights, _ = device.memory_use().purposes["weights"]
-        others = device.memory_use().nbytes - weights
+    with Device.open(device.index) as alone, Engine.open(llama, alone, LoadOptions(**HOW)):  # other tests may have left memory on `device`
+        weights, _ = alone.memory_use().purposes["weights"]
+        others = alone.memory_use().nbytes - weights
     monkeypatch.setenv("VKBACK_DEVICE_MB", str((others + 0.75 * weights) / 1e6))
     with Device.open(device.index) as opened:
         yield opened

@@ -307,7 +307,7 @@ def test_an_adapter_that_is_on_only_behind_some_tokens_is_refused(tmp_path: Path
         (("--lora", __file__), f"[lora] adapter {__file__}: not a GGUF file: it begins with"),
         (("--lora-scaled", "a.gguf"), "--lora-scaled a.gguf: expected a file and a number, as adapter.gguf:0.5"),
         (("--lora-scaled", f"{__file__}:half"), ":half: expected a file and a number"),
-        (("--lora", __file__, "--lora-scale", "nan"), "times nan, expected a number"),
+        (("--lora", __file__, "--lora-scale", "nan"), "'--lora-scale': nan, expected a finite number"),
         (("--lora", __file__, "--lora-scale", "1", "--lora-scale", "2"), "--lora-scale is given 2 times, --lora 1 times"),
     ],
 )

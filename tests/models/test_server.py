@@ -929,7 +929,7 @@ def test_hosts_that_a_server_answers_to(host: str, given: list[str], found: list
 
 def test_a_missing_extra_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "PACKAGES", ("starlette", "not_there"))
-    with pytest.raises(UsageError, match=r"serve needs not_there, .* pip install 'vkback\[serve\]'"):
+    with pytest.raises(UsageError, match=r"serve needs what is not installed: not_there. .* pip install 'vkback\[serve\]'"):
         serve.require_packages()
 
 
