@@ -106,7 +106,9 @@ def known(texts: Sequence[Sequence[int]], kind: str) -> list[Drafts]:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("arch", ["llama", "qwen35", pytest.param("mamba2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "arch", ["llama", pytest.param("qwen35", marks=pytest.mark.exhaustive), pytest.param("mamba2", marks=pytest.mark.exhaustive)]
+)
 def test_texts_with_masks_and_logits_are_the_same_with_any_drafts(arch: str, tmp_path: Path, device: Device) -> None:
     with Engine.open(tiny(arch, tmp_path), device, LoadOptions(ctx=N_CTX, spec_type="ngram-simple", act="f32")) as engine:
         texts, rows, counts, steps = made(engine, requests([None] * 4))
