@@ -41,7 +41,7 @@ def command(*args: str, encoding: str, given: bytes = b"", out: Path | None = No
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", pytest.param("latin-1", marks=pytest.mark.exhaustive)])
 def test_run_writes_its_text_to_a_pipe_and_a_file(encoding: str, tmp_path: Path) -> None:
     args = ("run", "-p", TEXT, "-n", "2", "--temp", "0")
     out, _ = command(*args, encoding=encoding)

@@ -213,7 +213,9 @@ def test_the_device_does_not_wait_between_steps_and_a_read(llama: Engine, monkey
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-gpt-oss", "tiny-granitehybrid", "tiny-qwen35"])
+@pytest.mark.parametrize(
+    "shape", ["tiny-llama", "tiny-gpt-oss", pytest.param("tiny-granitehybrid", marks=pytest.mark.exhaustive), "tiny-qwen35"]
+)
 def test_requests_keep_their_bits(shape: str, tmp_path: Path, device: Device, in_chunks: None) -> None:
     """exact="requests": the logits of a text have the same bits alone, beside others, behind rows that were read for others, as the next
     turn of a conversation or all at once, and after it made room for others. Prompts have 3 to 60 tokens, in pieces of 16, each a chunk

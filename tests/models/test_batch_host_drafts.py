@@ -150,6 +150,7 @@ def test_a_text_beside_others_ends_where_its_constraint_does(tmp_path: Path, dev
 
 
 @pytest.mark.vulkan
+@pytest.mark.exhaustive
 def test_texts_with_masks_and_drafts_make_room(tmp_path: Path, device: Device) -> None:
     """Few pages: texts are preempted, and come back with their drafts."""
     with Engine.open(tiny("llama", tmp_path), device, LoadOptions(ctx=N_CTX, act="f32")) as engine:

@@ -94,7 +94,9 @@ ARCHITECTURES = ("llama", "gpt-oss", "qwen35", "mamba2", "lfm2")
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch", [pytest.param(each, marks=[pytest.mark.exhaustive] if each in ("gpt-oss", "lfm2") else []) for each in ARCHITECTURES]
+)
 def test_texts_beside_others_are_the_same_with_any_drafts(arch: str, tmp_path: Path, device: Device) -> None:
     with Engine.open(tiny(arch, tmp_path), device, DRAFTING) as engine:
         texts, counts = made(engine, requests([None] * 4, 60))

@@ -78,8 +78,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Engine:
 PROMPT = (5, 6, 7, 5, 6, 8, 5, 6, 7)
 
 
+CROSSED = ("temperature", "penalties of all", "a chain")
+"""What the other samplers have in them, too."""
+
+
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.exhaustive] if each in CROSSED else []) for each in SAMPLERS])
 def test_a_text_has_the_same_bits_whatever_its_drafts_are(name: str, llama: Engine) -> None:
     sampler, vocab = SAMPLERS[name], llama.model.hp.n_vocab
     for columns in (4, 8):
@@ -343,7 +347,7 @@ def test_steps_with_drafts_are_planned_beside_what_runs(tmp_path: Path, device: 
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("shape", ["tiny-mamba2", "tiny-qwen35"])
+@pytest.mark.parametrize("shape", ["tiny-mamba2", pytest.param("tiny-qwen35", marks=pytest.mark.exhaustive)])
 def test_recurrent_states_go_back(shape: str, tmp_path: Path, device: Device) -> None:
     """Whatever was drafted, after a text that was left within a step, and after steps that were measured."""
     path = tmp_path / "model.gguf"

@@ -61,7 +61,15 @@ def kernels(dispatches: Iterable[Dispatch]) -> dict[str, Variant]:
     return {f"{d.label} {d.kernel.source}": d.kernel for d in dispatches if d.op not in moves}
 
 
-@pytest.mark.parametrize("profile", ["nvidia_h200_linux", "amd_rx_7900_xtx_radv", "llvmpipe_mesa_22_debian12", "broadcom_v3d_7_1_pi5"])
+@pytest.mark.parametrize(
+    "profile",
+    [
+        "nvidia_h200_linux",
+        "amd_rx_7900_xtx_radv",
+        "llvmpipe_mesa_22_debian12",
+        pytest.param("broadcom_v3d_7_1_pi5", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_many_tokens_run_in_the_kernels_of_one(profile: str, paths: Callable[[str], Path]) -> None:
     ctx = exact_context(planned_for(profile))
     for name in (*TINY, *BUILT_IN):
