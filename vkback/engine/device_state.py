@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import BufferRange, Device
+from vkback.device import BufferRange, Device, OutOfDeviceMemory
 from vkback.graph import Tensor
 from vkback.models.cache_range import Found, beyond_range, judge
 from vkback.ops.storage import VALUE_BYTES, nbytes
@@ -19,6 +19,8 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 DTYPES = {"F16": "<f2", "F32": "<f4"}
 """Of caches that hold plain values."""
+
+SMALLER = "A smaller context (--ctx, ctx=) takes less, and so do keys and values of another type (--cache-type-k q8_0, ...)"
 
 
 def ring_parts(whole: BufferRange, ring: int, spare: int, rows: int) -> list[BufferRange]:
@@ -34,12 +36,15 @@ class DeviceState:
     (recurrent states) hold all tokens so far, in rings. As arrays they are what a Snapshot has. The caller destroys its `arena`."""
 
     def __init__(self, device: Device, tensors: Iterable[Tensor], caches: Collection[str], slots: int = 2) -> None:
-        """slots: of a recurrent state (`StateSlots`)."""
+        """slots: of a recurrent state (`StateSlots`). Raises OutOfDeviceMemory, which says what takes less."""
         found = list(tensors)
         self._spare = slots - 2
         self._rings = {t.name: t.shape[0] for t in found if t.name not in caches}
         self._device = device
-        self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found) or aligned(1), "device")
+        try:
+            self.arena = device.arena("KV cache", sum(aligned(nbytes(t)) for t in found) or aligned(1), "device")
+        except OutOfDeviceMemory as error:
+            raise OutOfDeviceMemory(f"{error}. {SMALLER}", call=error.call, result=error.result) from error
         self.ranges: dict[str, BufferRange] = {t.name: self.arena.alloc(nbytes(t), t.name) for t in found}
         self._caches = {t.name: t for t in found if t.name in caches}
 

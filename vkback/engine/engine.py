@@ -122,9 +122,6 @@ def lower_context(device: Device, library: ShaderLibrary, options: LoadOptions) 
     return exact_context(ctx) if options.exact is True else ctx
 
 
-SMALLER_CACHE = "A smaller context (--ctx, ctx=) takes less, and so do keys and values of another type (--cache-type-k q8_0, ...)"
-
-
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
 
@@ -282,11 +279,6 @@ class Engine:
             if loaded.beyond_f16 or loaded.coarse:
                 self._prompts.close()
                 self._plans.keep_out_of_f16(loaded.beyond_f16, loaded.coarse)
-        except OutOfDeviceMemory as error:
-            self.close()
-            if not str(error).endswith("for KV cache"):
-                raise
-            raise OutOfDeviceMemory(f"{error}. {SMALLER_CACHE}", call=error.call, result=error.result) from error
         except BaseException:
             self.close()
             raise
