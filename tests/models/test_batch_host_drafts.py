@@ -3,7 +3,7 @@ what they are without."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from batch_drafts_kit import PROMPTS, equal_times  # noqa: F401  a fixture
 from test_drafts_with_host import Every
 from tiny_models import tiny
 
 import vkback
 from vkback.api import GenerateOptions
 from vkback.device import BufferRange, Device
-from vkback.engine.batch import scheduler
 from vkback.engine.batch.batch import Batch, Request, Update
 from vkback.engine.batch.host_drafts import HostDrafts
-from vkback.engine.batch.shares import best_share
 from vkback.engine.constraint import Ahead
 from vkback.engine.drafts import LONGEST_REST, DraftCounts, Drafts
 from vkback.engine.engine import Engine
@@ -29,7 +28,6 @@ from vkback.engine.sampler import Sampler
 
 N_CTX, PAGE, VOCAB = 256, 16, 331
 
-PROMPTS = (tuple(range(40, 63)), (5, 6, 7, 5, 6, 8, 5, 6, 7), (100, 101), tuple(range(9, 50)))
 
 EVERY = Sampler(
     temp=0.8,
@@ -47,19 +45,6 @@ EVERY = Sampler(
 
 SAMPLERS = (replace(EVERY, temp=0.0), replace(EVERY, seed=3), replace(EVERY, temp=1.1, seed=7), replace(EVERY, penalty_last_n=5, seed=8))
 """Of the four texts, of which all but the second have masks, and all but the last one logits."""
-
-
-@pytest.fixture(autouse=True)
-def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that others use, too, drafts would pay at times and at times not."""
-
-    def shared(
-        gains: Sequence[Sequence[float]], seconds: Mapping[int, float], plain: tuple[int, float], *, going: bool
-    ) -> tuple[int, list[int]] | None:
-        return best_share(gains, dict.fromkeys(seconds, 1.0), (plain[0], 1.0), going=True)
-
-    monkeypatch.setattr(scheduler, "best_share", shared)
-    monkeypatch.setattr(scheduler, "LOST_STEPS", 1e9)
 
 
 def requests(drafts: Sequence[Drafts | None], n: int = 30) -> list[Request]:

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from batch_drafts_kit import PROMPTS, equal_times  # noqa: F401  a fixture
 from tiny_models import tiny
 
 import vkback
 from vkback.device import Device
 from vkback.engine.batch import batch as batch_module
-from vkback.engine.batch import scheduler
 from vkback.engine.batch.batch import Batch, Request
-from vkback.engine.batch.shares import best_share
 from vkback.engine.drafts import DraftCounts, Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -39,22 +38,6 @@ OTHERS = {
     "penalties of few, a bias": Sampler(temp=0.5, repeat_penalty=1.3, frequency_penalty=0.1, penalty_last_n=3, logit_bias=((7, 4.0),)),
     "mirostat": Sampler(temp=0.8, mirostat=2, seed=10),
 }
-
-
-@pytest.fixture(autouse=True)
-def equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that others use, too, drafts would pay at times and at times not."""
-
-    def shared(
-        gains: Sequence[Sequence[float]], seconds: Mapping[int, float], plain: tuple[int, float], *, going: bool
-    ) -> tuple[int, list[int]] | None:
-        return best_share(gains, dict.fromkeys(seconds, 1.0), (plain[0], 1.0), going=True)
-
-    monkeypatch.setattr(scheduler, "best_share", shared)
-    monkeypatch.setattr(scheduler, "LOST_STEPS", 1e9)
-
-
-PROMPTS = (tuple(range(40, 63)), (5, 6, 7, 5, 6, 8, 5, 6, 7), (100, 101), tuple(range(9, 50)))
 
 
 def requests(drafts: Sequence[Drafts | None], n: int = 150, samplers: Mapping[str, Sampler] = SAMPLERS) -> list[Request]:
