@@ -43,11 +43,13 @@ def test_made_acceptance_is_as_asked(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert list(rows) == [
         "nothing to draft",
         "one token again and again",
+        "as if copied, none right",
         "no drafts",
         "2 tokens a step",
         "a draft is right at 1",
         "all drafts right",
     ]
+    assert rows["as if copied, none right"]["accepted"] == 0
     assert (rows["no drafts"]["steps"], rows["no drafts"]["drafted"]) == (32, 0)
     assert (rows["2 tokens a step"]["steps"], rows["2 tokens a step"]["accepted"]) == (16, 16)
     assert rows["all drafts right"]["steps"] == rows["a draft is right at 1"]["steps"] == 8

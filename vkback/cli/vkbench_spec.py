@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -214,7 +214,10 @@ class Bench:
         yield self._row("nothing to draft", ids, noise, most, self._plain(ids, noise))
         # A token that every logit gives way to: a text that copies itself whatever the weights are.
         same = make_sampler(logit_bias=((7 % vocab, 1e6),))
-        yield self._row("one token again and again", ids, same, most, self._plain(ids, same))
+        plain = self._plain(ids, same)
+        yield self._row("one token again and again", ids, same, most, plain)
+        wrong = (8 % vocab,) * (len(ids) + self._n)
+        yield self._row("as if copied, none right", ids, same, replace(most, known=wrong), plain)
         greedy = make_sampler()
         base = self._plain(ids, greedy)
         for width in (w for w in widths if w <= self._engine.max_columns):
