@@ -1,16 +1,20 @@
 """What a step with the drafts of an MTP block or an EAGLE-3 head costs, at made acceptance: models of random weights with such.
 
-    python bench/mtp_block.py FOLDER [SHAPE-TYPE ...]
+    python bench/mtp_block.py FOLDER [SHAPE-TYPE ...] [--stages]
 
 SHAPE: with -eagle3 behind it, as llama-8b-eagle3, a model of `vkback synth` with its head beside it. Else one with a block: dense-8b (llama
 8B, but for the pairs that RoPE turns, in a file of glm4moe), or a shape of `vkback synth` with attention in block LIKE, whose weights the
 block has a copy of. Block or head drafts in each step; what counts as right is made by a first run of the same text, as `vkbench spec`
 does. So a step costs what it costs, and makes as many tokens as it is said to make. Plain steps keep what block or head need, too.
+
+With --stages the time of a draft and of the model's step, by kind of stage: microseconds with a barrier behind every one, and of the whole
+without.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,8 +31,11 @@ from vkback.models import synth
 from vkback.models.architectures.glm4moe import Glm4Moe
 from vkback.models.keys import MTP
 from vkback.models.shape import ModelShape
+from vkback.program import Program
+from vkback.timing.launches import span_us, stamp, warm_up
 
 PROMPT, TOKENS, REPEATED = 64, 192, 3
+REPEAT = 8
 
 DENSE = ModelShape(
     "glm4moe",
@@ -104,7 +111,30 @@ def rate(engine: Engine, prompt: Sequence[int], drafts: Drafts | None) -> tuple[
     return best, text
 
 
-def main(folder: Path, names: Sequence[str]) -> None:
+def by_kind(engine: Engine, what: str, program: Program) -> Iterator[str]:
+    """Lines of a program's stages, those of all layers together, and of its whole."""
+    device = engine.device
+    stamped, whole = program.record(what, timestamps=True), program.record(what, repeat=REPEAT)
+    start, end = stamp(device, "start"), stamp(device, "end")
+    warm_up(device, stamped, 0.1)
+    runs = []
+    for _ in range(5):
+        device.submit(stamped).wait()
+        runs.append(np.diff([ns for _, ns in stamped.timestamps()]) / 1e3)
+    kinds: dict[str, tuple[float, int]] = {}
+    for us, stage in zip(np.median(runs, axis=0).tolist(), program.schedule.stages, strict=True):
+        parts = sorted({f"{re.sub('-[0-9]+', '', d.label)} [{Path(d.kernel.source).stem}]" for d in stage})
+        total, count = kinds.get(", ".join(parts), (0.0, 0))
+        kinds[", ".join(parts)] = total + us, count + 1
+    times = [span_us(device, start, whole, end) / REPEAT for _ in range(5)]
+    stages, free = len(program.schedule.stages), len(program.schedule.barrier_free)
+    yield f"{what}: {np.median(times):.1f} us, {stages} stages, {free} of them barrier-free; with a barrier behind each:"
+    for kind, (us, count) in kinds.items():
+        yield f"    {us:8.1f} us {count:4} x {us / count:7.2f}  {kind[:150]}"
+    yield f"    {sum(us for us, _ in kinds.values()):8.1f} us together"
+
+
+def main(folder: Path, names: Sequence[str], stages: bool = False) -> None:
     rows = ["| model | drafts a step | tokens a step | t/s | plain t/s | gain | ms a step |", "|---|---:|---:|---:|---:|---:|---:|"]
     for name in names:
         begun = time.perf_counter()
@@ -131,6 +161,14 @@ def main(folder: Path, names: Sequence[str]) -> None:
             ends = f"{tokens:.2f} | {found:.0f} | {plain:.0f} | {found / plain:.2f} | {1000 * tokens / found:.3f} |"
             rows.append(f"| {name}, block or head not run | 2 | {ends}")
             print(rows[-1], flush=True)
+            drafter = engine._draft_model  # what makes a text, as it was planned and bound for it
+            assert drafter is not None
+            for what, program in (
+                ("a draft", drafter.programs.program("greedy")),
+                ("the model's step", engine._draft_programs.program(4, "greedy")),
+            ):
+                for line in by_kind(engine, what, program) if stages else ():
+                    print(line, flush=True)
         for path in files:
             path.unlink()
     print("\n".join(rows))
@@ -140,6 +178,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where files are written, and removed again")
     parser.add_argument("names", nargs="*", default=["dense-8b-Q4_K_S"], metavar="SHAPE-TYPE")
+    parser.add_argument("--stages", action="store_true")
     given = parser.parse_args()
     with patch.object(Glm4Moe, "biases", ()):  # dense-8b has none
-        main(given.folder, given.names)
+        main(given.folder, given.names, given.stages)
