@@ -93,7 +93,7 @@ declare(
         "sync": ("barrier", "sentinel"),  # sentinel: of a token whose stages run barrier-free where they can
     },
     params={
-        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 160, 256, 320, 384, 512, 640, 768, 1024),  # threads of a workgroup
+        "wg": (1, 2, 4, 8, 16, 32, 64, 128, 160, 256, 320, 384, 512, 640, 768, 896, 1024),  # threads of a workgroup
         "lanes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512),  # threads of a row group, which walk its rows together
         "rows": (1, 2, 4, 8, 16, 32),  # weight rows of a row group (register blocking)
         "unroll": (1, 2, 3, 4, 6, 8, 14, 16),  # units of a row that a lane takes at once
