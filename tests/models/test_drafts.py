@@ -29,6 +29,7 @@ from vkback.ops.sampling.sample import noise
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
 from vkback.plan.schedule import Schedule
+from vkback.program import Program
 
 OF_A_KIND = ("tiny-llama", "tiny-deepseek2", "tiny-gpt-oss", "tiny-gemma3", "tiny-qwen3moe", "tiny-mamba2", "tiny-qwen35")
 """Attention of each kind, experts, and recurrent states; the others cross these."""
@@ -423,3 +424,24 @@ def test_drafts_over_every_type_of_cache(shape: str, k: str, v: str, tmp_path: P
         for kind in ("right", "some"):
             assert made(engine, PROMPT, sampler, Drafts(pinned=8, known=known[kind]), 24) == text, kind
         judged(engine, sampler, PROMPT, text, 0.05 if "q4_0" in (k, v) else 0.02)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen35", pytest.param("tiny-gpt-oss", marks=pytest.mark.exhaustive)])
+def test_barrier_free_steps_with_drafts_pass_their_trial(
+    shape: str, tmp_path: Path, device: Device, barrier_free: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial compares a step with the same step: from the same position, text and states. Here by its logits, since plans for CPU
+    drivers have barriers between all stages of several columns."""
+    monkeypatch.setattr(Program, "last_waited_for", property(lambda program: program.range("result_output")))
+    path = tmp_path / "model.gguf"
+    synthesize(f"{shape}-Q8_0", path)
+    with Engine.open(path, device, LoadOptions(ctx=N_CTX, spec_pinned=8)) as engine:
+        plain = made(engine, PROMPT, Sampler(), Drafts(pinned=8, known=(-1,)))
+        before = len(engine.schedule().barrier_free)
+        assert before
+        assert made(engine, PROMPT, Sampler(), Drafts(7, pinned=8, known=(*PROMPT, *plain))) == plain
+        engine.reset()
+        engine.prompt(PROMPT[:-1])
+        engine.prepare_drafts(PROMPT[-1], Sampler(), Drafts(7))
+        assert len(engine.schedule().barrier_free) == before, "the check of the first run found another result"

@@ -1257,7 +1257,8 @@ class Engine:
                 self._ahead.wait()
             for columns in classes:
                 program = programs.program(columns, kind)
-                run(columns, 1, model=False)
+                begin()
+                self._token_programs.submit(programs.loop(columns, kind, 1))[0].wait()  # one step: the one that is made again below
                 if (made := program.last_waited_for) is None:
                     continue
 
@@ -1265,6 +1266,8 @@ class Engine:
                     return self.device.download(made, np.uint32)
 
                 def with_barriers(program: Program = program, found: Callable[[], Words] = found) -> Words:
+                    for checkpoint in self._checkpoints:
+                        checkpoint.restore()
                     begin()
                     self.device.submit(program.record("drafts, all barriers", barriers=True)).wait()
                     return found()
