@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,17 @@ def test_llama_bench_in_path_runs_the_same_file(tmp_path: Path, monkeypatch: pyt
         assert not side.stays
     asked = (tmp_path / "arguments.txt").read_text().strip()
     assert asked == f"-ngl 99 -m {HOW.model} -ctk q8_0 -ctv q8_0 -fa 1 -ub 64 -p 0 -n 8 -r 3 -o json"
+
+
+def test_llama_bench_has_no_option_twice() -> None:
+    """It would run each of the values."""
+    how = How(HOW.model, type_k="q8_0", type_v="q8_0", ubatch="64", n_gpu_layers="12")
+    for given, left in (
+        ("", "-ctk q8_0 -ctv q8_0 -fa 1 -ngl 12 -ub 64"),
+        ("-ngl 99", "-ctk q8_0 -ctv q8_0 -fa 1 -ub 64"),
+        ("--n-gpu-layers 99 -fa 0 -ub 512", "-ctk q8_0 -ctv q8_0"),
+    ):
+        assert how.of_llama_bench(shlex.split(given)) == ["-m", str(HOW.model), *shlex.split(left)]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="scripts begin with #!")

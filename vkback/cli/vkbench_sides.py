@@ -92,15 +92,21 @@ class How:
         found += ["--expert-cache", self.expert_cache] * bool(self.expert_cache) + ["-ngl", self.n_gpu_layers] * bool(self.n_gpu_layers)
         return found + (["--fusion", self.fusion] if self.fusion != "all" else [])
 
-    def of_llama_bench(self) -> list[str]:
-        """Of llama-bench, what means the same there. Quantized values need flash attention in it."""
-        found = ["-m", str(self.model)]
-        if (self.type_k, self.type_v) != ("f16", "f16"):
-            found += ["-ctk", self.type_k, "-ctv", self.type_v, "-fa", self.flash_attn or "1"]
-        elif self.flash_attn:
-            found += ["-fa", self.flash_attn]
-        found += ["-ngl", self.n_gpu_layers] * self.n_gpu_layers.isdecimal()
-        return found + (["-ub", self.ubatch] if self.ubatch else [])
+    def of_llama_bench(self, given: Sequence[str] = ()) -> list[str]:
+        """Of llama-bench, what means the same there. Quantized values need flash attention in it.
+
+        given  options that its command has already: those win, since llama-bench would run each value of an option given twice
+        """
+        plain = (self.type_k, self.type_v) == ("f16", "f16")
+        found = {
+            "type_k": ["-ctk", self.type_k] * (not plain),
+            "type_v": ["-ctv", self.type_v] * (not plain),
+            "flash_attn": ["-fa", self.flash_attn or "1"] if self.flash_attn or not plain else [],
+            "n_gpu_layers": ["-ngl", self.n_gpu_layers] * self.n_gpu_layers.isdecimal(),
+            "ubatch": ["-ub", self.ubatch] * bool(self.ubatch),
+        }
+        theirs = {CHANGEABLE.get(word) for word in given}
+        return ["-m", str(self.model), *(word for name, words in found.items() if name not in theirs for word in words)]
 
 
 class Side(Protocol):
@@ -288,7 +294,7 @@ def other_side(against: str, how: How, tests: Sequence[BenchTest], own: Resident
             shutil.copyfile(path, folder / own.hello["table"])
             side = own_side(how, tests, against, {"VKBACK_TUNING": str(folder)})
         elif words and (program := _program(words[0])):
-            options = how.of_llama_bench()
+            options = how.of_llama_bench(words[1:])
             side = Started(against, [program, *words[1:]], tests, lambda t: [*options, *sizes(t), "-r", str(REPETITIONS), "-o", "json"])
         elif ":" in against:
             from vkback.tuning.overrides import override_rows
