@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from vkback.graph import Tensor
 from vkback.ops.family import declare
+from vkback.ops.recurrent.state_heads import StateHeads
 
 declare(
     "delta_net",
@@ -26,34 +22,15 @@ LENGTH_EPS = 1e-6
 """Added to the square of a length of q or k."""
 
 
-@dataclass(frozen=True)
-class Heads:
+class Heads(StateHeads):
     """Sizes of a delta net, from its state and its number of groups."""
 
-    n: int
-    dim: int
-    key: int
-    n_group: int
-
-    @classmethod
-    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
-        *_, n, dim, key = state.shape
-        return cls(n, dim, key, int(params["n_group"]))
-
     @property
-    def inner(self) -> int:
-        return self.n * self.dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.n_group * self.key
+    def key(self) -> int:
+        """Values of a key, and so of a row of the state."""
+        return self.columns
 
     @property
     def width(self) -> int:
         """Of a row of qkv, z, alpha and beta."""
         return self.channels + self.inner + 2 * self.n
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one slot."""
-        return 4 * self.inner * self.key

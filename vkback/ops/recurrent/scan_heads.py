@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from vkback.graph import Tensor
 from vkback.ops.family import declare
+from vkback.ops.recurrent.state_heads import StateHeads
 
 declare(
     "ssm_scan",
@@ -23,34 +19,15 @@ declare(
 )
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of a recurrence, from its state and its number of groups."""
-
-    n: int
-    dim: int
-    d_state: int
-    n_group: int
-
-    @classmethod
-    def of(cls, state: Tensor, params: Mapping[str, Any]) -> Heads:
-        *_, n, dim, d_state = state.shape
-        return cls(n, dim, d_state, int(params["n_group"]))
+class Heads(StateHeads):
+    """Sizes of a Mamba-2 recurrence, from its state and its number of groups."""
 
     @property
-    def inner(self) -> int:
-        return self.n * self.dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.n_group * self.d_state
+    def d_state(self) -> int:
+        """Values of a row of the state."""
+        return self.columns
 
     @property
     def width(self) -> int:
         """Of a row of zx."""
         return self.inner + self.channels + self.n
-
-    @property
-    def state_bytes(self) -> int:
-        """Of one slot."""
-        return 4 * self.inner * self.d_state
