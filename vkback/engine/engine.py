@@ -30,7 +30,7 @@ from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
 from vkback.engine.constraint import Ahead, Constraint
 from vkback.engine.device_state import DeviceState
-from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel, check_draft_model
+from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel
 from vkback.engine.draft_programs import DraftPrograms
 from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
 from vkback.engine.expert_cache import ExpertCache, ExpertCounts, expert_cache
@@ -1164,9 +1164,8 @@ class Engine:
                 return
 
     def attach_draft_model(self, draft: DraftEngine) -> None:
-        """Take the drafts of `Drafts(model=True)` from this model, which is closed with the engine. Raises DraftError where its tokens are
-        not those of this one, or its cache is too small."""
-        check_draft_model(self.model, draft.model)
+        """Take the drafts of `Drafts(model=True)` from this model, which `check_draft_model` has let pass and which is closed with the
+        engine. Raises DraftError where this one has no drafts, or the cache of the other is too small."""
         if self._no_drafts:
             raise DraftError(
                 f"[drafts] {self.model.file.path.name}: no drafts for this model, {self._no_drafts}; leave the draft model out"
