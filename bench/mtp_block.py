@@ -161,11 +161,11 @@ def main(folder: Path, names: Sequence[str], stages: bool = False) -> None:
             ends = f"{tokens:.2f} | {found:.0f} | {plain:.0f} | {found / plain:.2f} | {1000 * tokens / found:.3f} |"
             rows.append(f"| {name}, block or head not run | 2 | {ends}")
             print(rows[-1], flush=True)
-            drafter = engine._draft_model  # what makes a text, as it was planned and bound for it
+            drafter = engine.drafting.drafter  # what makes a text, as it was planned and bound for it
             assert drafter is not None
             for what, program in (
                 ("a draft", drafter.programs.program("greedy")),
-                ("the model's step", engine._draft_programs.program(4, "greedy")),
+                ("the model's step", engine.drafting.programs.program(4, "greedy")),
             ):
                 for line in by_kind(engine, what, program) if stages else ():
                     print(line, flush=True)

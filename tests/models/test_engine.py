@@ -18,8 +18,7 @@ from make_gguf import llama_metadata, llama_tensors, write_gguf
 from prompt_kernels import logits_after
 
 from vkback.device import Device
-from vkback.engine import engine as engine_module
-from vkback.engine import plans, token_programs
+from vkback.engine import generation, plans, token_programs
 from vkback.engine.engine import Engine, EngineError
 from vkback.engine.prompts import LONGEST_SUBMIT_US, SMALLEST
 from vkback.engine.readback import Readback
@@ -240,7 +239,7 @@ def test_tokens_do_not_depend_on_how_many_go_with_a_submit(name: str, engines: E
     for sampler in (Sampler(), Sampler(temp=0.9, seed=5)):
         runs, caches = [], []
         for size in (1, 3, 8):
-            monkeypatch.setattr(engine_module, "TOKENS_PER_SUBMIT", size)
+            monkeypatch.setattr(generation, "TOKENS_PER_SUBMIT", size)
             runs.append(greedy(engine, ids, 21, sampler=sampler))
             caches.append(engine.decode_logits(runs[-1][-1]))
         assert runs[0] == runs[1] == runs[2]
@@ -261,7 +260,7 @@ def test_a_device_for_which_tokens_take_long_gets_one_in_a_submit(name: str, eng
     monkeypatch.setattr(Device, "submit", noted)
     made = []
     for most, limit in ((8, LONGEST_SUBMIT_US), (7, 1.0)):
-        monkeypatch.setattr(engine_module, "TOKENS_PER_SUBMIT", most)
+        monkeypatch.setattr(generation, "TOKENS_PER_SUBMIT", most)
         monkeypatch.setattr(token_programs, "LONGEST_SUBMIT_US", limit)
         submits.clear()
         made.append((greedy(engine, ids, 16), len(submits)))

@@ -9,7 +9,7 @@ from kernel_paths import planned_for
 
 from vkback.device import Capabilities
 from vkback.device.capabilities import profile_ids
-from vkback.engine.engine import TOKENS_PER_SUBMIT
+from vkback.engine.generation import TOKENS_PER_SUBMIT
 from vkback.engine.prompts import LONGEST_SUBMIT_US, UBATCH
 from vkback.graph import Tensor
 from vkback.models import Model

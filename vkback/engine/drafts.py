@@ -89,6 +89,10 @@ class Drafts:
         most = self.most if count is None else min(count, self.most)
         return replace(self, most=most, least=min(self.least, most))
 
+    def of_text(self) -> Drafts:
+        """The same without a draft model."""
+        return replace(self, model=False)
+
     @property
     def classes(self) -> tuple[int, ...]:
         """Columns of the steps that may run: the smallest that takes `most` drafts, and those below."""

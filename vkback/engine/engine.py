@@ -1,19 +1,15 @@
-"""A model on a device: prompt reading, generation with the token loop on the device, logits to the host.
+"""A model on a device: what is loaded, planned and held, prompts, and logits to the host.
 
 The graph of one token is planned and recorded once (vkback/engine/token_programs.py); vkback/engine/prompts.py has the programs of prompts,
-vkback/engine/plans.py the schedules of both. Token, position and the loop's state live in device memory; a generated token goes from the
-sampler to the next embedding without the host. Several tokens go per submit, two submits are in flight, and the host reads the ids as
-submits finish.
+vkback/engine/plans.py the schedules of both. The loop that makes tokens is vkback/engine/generation.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,17 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback import quants
-from vkback.device import Arena, BufferRange, Device, DeviceLost, OutOfDeviceMemory, selectors
+from vkback.device import Arena, BufferRange, Device, OutOfDeviceMemory, selectors
 from vkback.engine.adapter_scales import AdapterScales, whole_scales
 from vkback.engine.barrier_trial import TIMED_OUT, BarrierTrial
 from vkback.engine.checkpoint import Checkpoint
 from vkback.engine.compile_ahead import CompileAhead
-from vkback.engine.constraint import Ahead, Constraint
+from vkback.engine.constraint import Constraint
 from vkback.engine.device_state import DeviceState
-from vkback.engine.draft_model import ROOM, DraftEngine, Drafter, DraftHead, DraftModel
-from vkback.engine.draft_programs import DraftPrograms
-from vkback.engine.drafts import CLASSES, DraftCounts, DraftError, Drafts, HostPace, ModelPace, Pace, Probe, kept_slots
+from vkback.engine.draft_model import DraftEngine
+from vkback.engine.drafting import Drafting
+from vkback.engine.drafts import DraftCounts, DraftError, Drafts, kept_slots
 from vkback.engine.expert_cache import ExpertCache, ExpertCounts, expert_cache
+from vkback.engine.generation import Generation
 from vkback.engine.host_weights import (
     HostRates,
     HostRule,
@@ -48,16 +45,17 @@ from vkback.engine.host_weights import (
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import HEADS, Exact, LoadOptions
 from vkback.engine.memory_watch import MemoryWatch
-from vkback.engine.plans import HeadPlans, Plans
+from vkback.engine.plans import Plans
 from vkback.engine.prompts import SMALLEST, Prompts
-from vkback.engine.sampler import EARLIER, RING, Sampler, loop_kind, loop_state
+from vkback.engine.sampler import Sampler, loop_kind
 from vkback.engine.sequence_breakers import SequenceBreakers
 from vkback.engine.snapshot import Snapshot
 from vkback.engine.split.layers import Rates, SplitError, layer_parts
 from vkback.engine.split.split import Split
 from vkback.engine.split.stage import Stage
 from vkback.engine.text_vectors import TextVectors
-from vkback.engine.token_programs import SUBMITS_IN_FLIGHT, TokenPrograms, Waits
+from vkback.engine.token_history import TokenHistory
+from vkback.engine.token_programs import TokenPrograms, Waits
 from vkback.engine.weights import LoadedWeights, Repack, WeightLoad
 from vkback.errors import VkbackError
 from vkback.events import Report, Reported, log, progress_log
@@ -74,9 +72,6 @@ from vkback.ops.dispatch import Dispatch
 from vkback.ops.f16_range import F16RangeError
 from vkback.ops.lowering import Act, LowerContext
 from vkback.ops.matmul.gemm_problem import GemmKernel
-from vkback.ops.sampling.lookup import LOOP_LIMIT
-from vkback.ops.sampling.penalties import mask_words
-from vkback.ops.sampling.sample import LOOP_RING, STATUS_EOS, STATUS_NAN, STATUS_RUNNING
 from vkback.plan.cost.flops import main_kernel, prompt_flops
 from vkback.plan.exact import exact_context
 from vkback.plan.passes.experts import is_cache
@@ -91,22 +86,11 @@ from vkback.units import size_text
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
-TOKENS_PER_SUBMIT = 8
-"""A submit and its wait cost about as much as a twentieth of a fast token; eight tokens make that disappear. Slow devices take fewer:
-`TokenPrograms.most_at_once`."""
-
-
 SIDE_BY_SIDE = 2048
 """Tokens of texts whose logits are wanted that go through the weights together: four chunks of 512, as llama-perplexity takes them."""
 
 SCORED_BYTES = 1 << 30
 """Most memory for their logits: a vocabulary of 151936 takes 156 MB for the second half of a chunk of 512."""
-
-MEASURED_ROWS = 64
-"""That steps which are measured may need; plain ones do not know where to end."""
-
-PLAIN_TOKENS = 64
-"""Tokens after which a draft model that did not pay is tried again; then twice as many, and so on."""
 
 
 def lower_context(device: Device, library: ShaderLibrary, options: LoadOptions) -> LowerContext:
@@ -124,48 +108,6 @@ def lower_context(device: Device, library: ShaderLibrary, options: LoadOptions) 
 
 class EngineError(VkbackError):
     """A request the engine cannot carry out, or a model whose numbers went bad."""
-
-
-def times_key(kind: str, drafts: Drafts) -> str:
-    """By which times of steps are known."""
-    return f"{kind}, draft model" if drafts.model else kind
-
-
-@dataclass
-class _Run:
-    """Tokens that are made without a change of programs: what is asked for, and how far it is.
-
-    first   the last token of the text
-    n       tokens to make
-    kind    as of `loop_kind`
-    eos     ids that end the text
-    ended   why it came to an end before that: "timed out" (a spin-wait), "overflow" (of f16), "wants drafts" (which are not ready)
-    drafting  steps with drafts may run; else they only could
-    before  drafts of the text before this run
-    """
-
-    first: int
-    n: int
-    sampler: Sampler
-    kind: str
-    eos: Sequence[int]
-    on_logits: Callable[[Floats], object] | None = None
-    constraint: Constraint | None = None
-    drafts: Drafts | None = None
-    probe: Probe | None = None
-    drafting: bool = False
-    constrained: bool = False
-    made: int = 0
-    ended: str = ""
-    before: DraftCounts = field(default_factory=DraftCounts)
-
-    def __post_init__(self) -> None:
-        self.constrained |= self.constraint is not None
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether the host is needed between two tokens."""
-        return self.on_logits is not None or self.constraint is not None
 
 
 class Engine:
@@ -190,9 +132,8 @@ class Engine:
         self.cache_types = cache = cache_types(model, options)
         n_ctx = model.context(options.ctx)
         self.device = device
-        self.n_past = 0
-        self._fed: list[int] = []  # tokens so far
-        self._left: _Run | None = None  # a generation that was left with recurrent states ahead of n_past
+        self.history = TokenHistory()
+        """Which tokens the rows of the caches are of."""
         self.library = ShaderLibrary()
         self.fusion = options.fusion
         self.pinned = options.exact == "requests"
@@ -224,12 +165,9 @@ class Engine:
         self._adapters = AdapterScales(device, model)
         self._base: dict[str, tuple[Tensor, WeightRanges]] = {}  # weights that stay whatever adapters there are
         self._token_programs = TokenPrograms(device, model.hp.n_vocab, self._plans, self._bind, self._split)
-        self._draft_programs = DraftPrograms(device, self._plans, self._token_programs, self._bind)
-        self._draft_model: Drafter | None = None
-        self._no_drafts = "its layers are on several devices" if self._split is not None else ""
-        self._ahead: CompileAhead | None = None
-        self._earlier: list[int] = []  # tokens of texts that were left, each with -1 behind it
-        self.draft_counts = DraftCounts()
+        why_none = "its layers are on several devices" if self._split is not None else ""
+        programs = self._plans, self._token_programs, self._bind
+        self._drafting = Drafting(model, device, self.library, *programs, self.use_barriers, why_none=why_none)
         self._report = options.progress
         self._prompts = Prompts(
             device,
@@ -254,6 +192,7 @@ class Engine:
         self._checkpoint: Checkpoint | None = None
         self._breakers = SequenceBreakers(model)
         self._kernels = KernelCompiler(device, self.library, self._report)
+        self._generation = Generation(self, self._token_programs, self._drafting, self._trial, self._kernels)
         self._prompts.attach(n_ctx)
         others = {name: model.hp.weights[name] for name in model.architecture.by_context if model.hp.has_weight(name)}
         weights = others | self._tensors("weight")
@@ -262,7 +201,7 @@ class Engine:
             self._allocate_state()
             self._token_programs.allocate()
             if self._plans.head:
-                self._draft_model = self._draft_head()
+                self._drafting.use_head()
             if weights_of is not None:
                 self._share_weights(weights_of)
                 return
@@ -445,7 +384,7 @@ class Engine:
         """How many experts steps have wanted so far, and how many of them lay in the cache, on all devices and of all texts on them. Reads
         the devices, once for each layer."""
         if caches := self._expert_caches:
-            self._quiet()
+            self.quiet()
             self.expert_counts = sum((cache.counts() for cache in caches), ExpertCounts())
         return self.expert_counts
 
@@ -465,10 +404,20 @@ class Engine:
             for stage, theirs in zip(self._split.stages, other._split.stages, strict=True):
                 stage.share(theirs)
 
-    def _quiet(self) -> None:
+    def quiet(self) -> None:
         """What runs next, and is waited for at once, must not stand behind a token of another text."""
         if self._split is not None:
             self._split.quiet()
+
+    def settle(self) -> None:
+        """Nothing of another text is in the way, and recurrent states are those of the tokens so far."""
+        self.quiet()
+        self._generation.catch_up()
+
+    def ready(self) -> None:
+        """As `settle`, and barrier-free stages have been tried: a token can go through the model."""
+        self.settle()
+        self._try_sync()
 
     def __enter__(self) -> Engine:
         return self
@@ -478,18 +427,13 @@ class Engine:
 
     def close(self) -> None:
         """Destroy everything the engine made, and the device if the engine opened it."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        self._drafting.stop_compiling()
         self._prompts.close()
         self._texts.close()
         if self._checkpoint is not None:
             self._checkpoint.close()
             self._checkpoint = None
-        if self._draft_model is not None:
-            self._draft_model.close()
-            self._draft_model = None
-        self._draft_programs.close()
+        self._drafting.close()
         self._token_programs.close()
         if self._split is not None:
             self._split.close()
@@ -712,7 +656,7 @@ class Engine:
         when the prompt does not fit the context.
         """
         prompts, decode = self._asked(prompt, logits, sampler, constrained)
-        self._quiet()
+        self.quiet()
         loop = loop_kind(sampler, constrained) if sampler else ""
         self.check_ids([id for id, _ in sampler.logit_bias] if sampler else [])
         room = self.n_past < self.n_ctx
@@ -730,10 +674,9 @@ class Engine:
             if logits and room:
                 self._decode(0)
             if sampler:
-                self._token_programs.loop(loop, 1 if constrained else self._at_once(loop))
+                self._token_programs.loop(loop, 1 if constrained else self._generation.at_once(loop))
                 if room:
-                    self._begin_loop(_Run(0, 1, sampler, loop, [], constrained=constrained))
-                    tickets.append(self._token_programs.submit(self._token_programs.loop(loop, 1))[0])
+                    tickets.append(self._generation.try_step(sampler, constrained=constrained))
             for ticket in tickets:
                 ticket.wait()
 
@@ -749,7 +692,7 @@ class Engine:
             if "logits" in kinds:
                 self._token_programs.recording("logits")
             if sampler:
-                for size in (self._at_once(loop_kind(sampler)), 1):
+                for size in (self._generation.at_once(loop_kind(sampler)), 1):
                     self._token_programs.loop(loop_kind(sampler), size)
 
     @contextlib.contextmanager
@@ -764,11 +707,7 @@ class Engine:
     def compile_drafts_ahead(self, drafts: Drafts | None, samplers: Sequence[Sampler]) -> CompileAhead | None:
         """Plan and compile steps with such drafts beside what runs from here on, so that a text need not wait for them when it first has
         drafts. For texts with one of these samplers. None where there are no such steps."""
-        if self._ahead is None and (possible := self.possible_drafts(drafts)) is not None:
-            kinds = dict.fromkeys(loop_kind(sampler) for sampler in samplers)
-            made = [partial(self._plans.drafts, columns, kind) for kind in kinds for columns in possible.classes]
-            self._ahead = CompileAhead(self.device, self.library, made)
-        return self._ahead
+        return self._drafting.compile_ahead(drafts, samplers)
 
     def _asked(
         self, prompt: int | Sequence[int], logits: bool, sampler: Sampler | None, constrained: bool = False
@@ -799,7 +738,7 @@ class Engine:
             self._plans.rescale(overflowed)
         except F16RangeError as error:
             raise self._beyond_range(rows) or error from None
-        return tuple(self._fed) if self.model.architecture.recurrent else ()
+        return self.tokens if self.model.architecture.recurrent else ()
 
     def schedule(self, kind: Literal["decode", "prompt", "greedy"] = "greedy") -> Schedule:
         """The schedule of one generated token, of a bare token with its logits, or of the largest piece of a prompt."""
@@ -821,9 +760,7 @@ class Engine:
             self._prompts.limit(ubatch)
         if n_ctx == self.n_ctx and (ubatch is None or self._split is None):
             return
-        if self._draft_model is not None:
-            self._draft_model.resize(n_ctx)
-        self._draft_programs.close()
+        self._drafting.resize(n_ctx)
         self._token_programs.forget_programs()
         self._arenas.remove(self._state.arena)
         self._state.arena.destroy()
@@ -848,9 +785,7 @@ class Engine:
         before, adapters = self.model, self._adapters
         model = with_adapters(without_adapters(before), files, switched=True)
         self.reset()
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        self._drafting.stop_compiling()
         self._forget_all_programs()
         self._plans.use_model(model)
         self.model = model
@@ -879,10 +814,8 @@ class Engine:
         self._trial.forget()
 
     def _forget_all_programs(self) -> None:
-        self._draft_programs.forget_programs()
+        self._drafting.forget_programs()
         self._token_programs.forget_programs()
-        if isinstance(self._draft_model, DraftHead):
-            self._draft_model.forget_programs()
         self._prompts.close()
         self._texts.close()
 
@@ -910,20 +843,18 @@ class Engine:
     def reset(self) -> None:
         """Forget all tokens. Rows of the KV cache beyond n_past are never read, and recurrent states begin anew at position 0, so nothing
         needs clearing."""
-        self._leave(0)
-        self._left = None
-
-    def _leave(self, n: int) -> None:
-        """Only the first n tokens stay; the others are of an earlier text from here on."""
-        if n < len(self._fed):
-            self._earlier = [*self._earlier, *self._fed[n:][-EARLIER:], -1][-EARLIER:]
-        self.n_past = n
-        del self._fed[n:]
+        self.history.leave(0)
+        self._generation.forget()
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Those that have gone through the model since `reset`, n_past of them."""
-        return tuple(self._fed)
+        return tuple(self.history.tokens)
+
+    @property
+    def n_past(self) -> int:
+        """How many these are, and the position of the next one."""
+        return self.history.n_past
 
     def rewind(self, n: int) -> bool:
         """Keep the first n tokens. False, and nothing is changed, where that cannot be: recurrent states hold all tokens so far."""
@@ -931,15 +862,14 @@ class Engine:
             return True
         if n > self.n_past or (self.model.architecture.recurrent and n):
             return False
-        self._leave(n)
+        self.history.leave(n)
         if not n:
-            self._left = None
+            self._generation.forget()
         return True
 
     def snapshot(self) -> Snapshot:
         """The text so far and all that the device keeps of it. Tokens after `restore` have the bits that they would have had without."""
-        self._quiet()
-        self._catch_up()
+        self.settle()
         arrays = [state.download(self.n_past) for state in self._states]
         return Snapshot(self.tokens, {name: array for of_one in arrays for name, array in of_one.items()})
 
@@ -949,14 +879,14 @@ class Engine:
         return [*(stage.state for stage in self._split.stages), self._state] if self._split is not None else [self._state]
 
     @property
-    def _checkpoints(self) -> list[Checkpoint]:
-        """Those of all devices."""
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of recurrent states, of all devices; none of a model without."""
         others = [stage.checkpoint for stage in self._split.stages] if self._split is not None else []
         return [each for each in (*others, self._checkpoint) if each is not None]
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make a text's state that of the device. Raises EngineError where it does not fit the context or is not of this model."""
-        self._quiet()
+        self.quiet()
         rows = len(snapshot.tokens)
         if rows > self.n_ctx:
             raise EngineError(f"[engine] the state holds {rows} tokens, the context has {self.n_ctx}; load with a larger n_ctx (--ctx)")
@@ -969,88 +899,48 @@ class Engine:
         self.reset()
         for state, own in zip(self._states, arrays, strict=True):
             state.upload(own, rows)
-        self._advance(snapshot.tokens)
+        self.history.advance(snapshot.tokens)
 
     def assume(self, tokens: Sequence[int]) -> None:
         """The first rows of the caches hold these tokens: somebody has put them there. After `reset`; not for recurrent models."""
         self.check_ids(tokens)
-        self._advance(tokens)
-
-    def _advance(self, tokens: Sequence[int]) -> None:
-        """These tokens have gone through the model."""
-        self.n_past += len(tokens)
-        self._fed += tokens
-
-    def _catch_up(self) -> None:
-        """Recurrent states hold all tokens that the device has seen, and no fewer: where those are more than n_past (a generation that was
-        left before its end), go back to those before that generation and make its tokens once more, one by one, which gives their bits: of
-        pinned steps in such steps."""
-        run, self._left = self._left, None
-        if run is None or not self._checkpoints:
-            return
-        made = self._fed[self._checkpoints[0].at :]
-        for checkpoint in self._checkpoints:
-            checkpoint.restore()
-        self.n_past = self._checkpoints[0].at
-        del self._fed[self.n_past :]
-        for token in made:
-            if run.drafts is not None and run.drafts.pinned:
-                self._step_alone(token, replace(run, drafts=replace(run.drafts, known=(-1,), model=False)))
-            else:
-                self.decode_logits(token)
-
-    def _step_alone(self, token: int, how: _Run) -> None:
-        """A token through a pinned step without drafts."""
-        assert how.drafts is not None
-        run = replace(how, first=token, n=1, eos=[])
-        for _ in range(2):
-            self._begin_loop(run)
-            ticket, back = self._token_programs.submit(self._draft_programs.loop(how.drafts.pinned, how.kind, 1))
-            ticket.wait()
-            if not self._token_programs.timed_out(back):
-                break
-            self.use_barriers(TIMED_OUT)
-        self._advance([token])
+        self.history.advance(tokens)
 
     def prompt(self, tokens: Sequence[int], meanwhile: Callable[[], object] | None = None) -> None:
         """Run tokens through the model, appending to the KV cache. meanwhile: called while each program of them runs; what it raises
         ends the call. Raises EngineError when they do not fit the context."""
         self._check_room(len(tokens), "prompt")
         self.check_ids(tokens)
-        self._quiet()
-        self._catch_up()
+        self.settle()
         at = 0
         through = self._prompts.run if self._split is None else partial(self._split.prompt, last=self._prompts)
         for done in through(tokens, self.n_past, meanwhile=meanwhile):
-            self._advance(tokens[at : at + done])
+            self.history.advance(tokens[at : at + done])
             at += done
 
     def prompt_logits(self, tokens: Sequence[int]) -> Floats:
         """As `prompt`, and the logits after every token: float32 [len(tokens), n_vocab]."""
         self._check_room(len(tokens), "prompt")
         self.check_ids(tokens)
-        self._quiet()
-        self._catch_up()
+        self.settle()
         out, first = np.empty((len(tokens), self.model.hp.n_vocab), np.float32), self.n_past
         through = self._prompts.logits if self._split is None else partial(self._split.logits, last=self._prompts)
         for rows in through(tokens, first):
             at = self.n_past - first
             out[at:][: len(rows)] = rows
-            self._advance(tokens[at : at + len(rows)])
+            self.history.advance(tokens[at : at + len(rows)])
         return self._finite(out)
 
     def decode_logits(self, token: int) -> Floats:
         """One token through the model in one submit; its logits, float32 [n_vocab]."""
         self._check_room(1, "token")
         self.check_ids([token])
-        self._quiet()
-        self._catch_up()
-        self._try_sync()
+        self.ready()
         logits, timed_out = self._decode(token)
         if timed_out:
             self.use_barriers(TIMED_OUT)
             logits, _ = self._decode(token)
-        self._advance([token])
+        self.history.advance([token])
         return self._finite(logits)
 
     def _decode(self, token: int) -> tuple[Floats, bool]:
@@ -1077,10 +967,8 @@ class Engine:
 
     def use_barriers(self, why: str) -> None:
         """Plan everything anew with a barrier between all stages; why: for the log."""
-        self._draft_programs.forget_programs()
+        self._drafting.forget_programs()
         self._token_programs.forget_programs()
-        if isinstance(self._draft_model, DraftHead):
-            self._draft_model.forget_programs()
         self._plans.use_barriers(why)
         if self._split is not None:
             self._split.use_barriers(why)
@@ -1109,78 +997,22 @@ class Engine:
         Raises EngineError when the context is full or the logits are not numbers, DraftError for drafts that the model cannot have.
         """
         sampler = sampler or Sampler()
-        kind = loop_kind(sampler, constraint is not None)
         self._check_room(n, "generation")
         self.check_ids([first])
         self.check_ids([id for id, _ in sampler.logit_bias])
-        self.draft_counts = DraftCounts()
-        # A callback or a constraint needs the host between two tokens; without them submits run ahead of it.
-        needs_host = on_logits is not None or constraint is not None
-        if needs_host and drafts is not None and drafts.model:
-            drafts = None if not drafts.pinned else replace(drafts, model=False)
-        drafts = self.possible_drafts(drafts, sampler.moves)
-        constrained = constraint is not None
-        probe: Probe | None = None
-        if drafts is not None and drafts.pinned:
-            self.prepare_drafts(first, sampler, drafts, constrained)
-        if drafts is not None and not drafts.model and (needs_host or not drafts.pinned):
-            probe = Probe([*self._fed, first], self._earlier if drafts.earlier else ())
-        made, drafting, rest = 0, drafts is not None and drafts.model, n
-        while made < n:
-            if drafting and drafts is not None and drafts.model and times_key(kind, drafts) not in self._draft_programs.times:
-                self.prepare_drafts(first, sampler, drafts)
-            run = _Run(
-                first,
-                n - made if drafting else min(n - made, rest),
-                sampler,
-                kind,
-                self.end_ids(stop_at_eos),
-                on_logits,
-                constraint,
-                drafts,
-                probe,
-                drafting,
-            )
-            run.before = self.draft_counts
-            yield from self._steps_with_host(run) if needs_host and drafts is not None else self._submits(run)
-            made, first = made + run.made, run.first
-            if run.ended == "timed out":
-                self.use_barriers(TIMED_OUT)
-                if drafts is not None and drafts.pinned:
-                    self.prepare_drafts(first, sampler, drafts, constrained)
-            elif run.ended == "overflow":
-                self._no_drafts = "activations are beyond the range of f16 in a step of several tokens"
-                log.warning("going on without drafts: %s", self._no_drafts)
-                drafts = probe = None
-            elif run.ended == "wants plain steps":
-                drafting, rest = False, PLAIN_TOKENS if rest == n else 2 * rest
-            elif drafts is not None and drafts.model and not drafting and run.made == run.n:
-                drafting = True
-            elif run.ended == "wants drafts" and drafts is not None:
-                drafting = True
-                if kind not in self._draft_programs.times:
-                    self.prepare_drafts(first, sampler, drafts, constrained)
-            else:
-                return
+        yield from self._generation.generate(
+            first, n, sampler, stop_at_eos=stop_at_eos, on_logits=on_logits, constraint=constraint, drafts=drafts
+        )
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Drafts of the text that `generate` made last, or is making."""
+        return self._generation.counts
 
     def attach_draft_model(self, draft: DraftEngine) -> None:
         """Take the drafts of `Drafts(model=True)` from this model, which `check_draft_model` has let pass and which is closed with the
         engine. Raises DraftError where this one has no drafts, or the cache of the other is too small."""
-        if self._no_drafts:
-            raise DraftError(
-                f"[drafts] {self.model.file.path.name}: no drafts for this model, {self._no_drafts}; leave the draft model out"
-            )
-        if draft.n_ctx < self.n_ctx + ROOM or draft.device is not self.device:
-            raise DraftError(
-                f"[drafts] {draft.model.file.path.name}: a context of {draft.n_ctx} on {draft.device.caps.name}; expected at least "
-                f"{self.n_ctx + ROOM} on the target's device"
-            )
-        self._draft_model = DraftModel(draft, self._token_programs, lambda: self._draft_programs.inputs()["text"])
-
-    def _draft_head(self) -> DraftHead:
-        programs = TokenPrograms(self.device, self.model.hp.n_vocab, HeadPlans(self._plans), self._bind)
-        programs.allocate()
-        return DraftHead(self.device, programs, self._token_programs, lambda: self._draft_programs.inputs()["text"], self.use_barriers)
+        self._drafting.attach(draft)
 
     @property
     def has_draft_head(self) -> bool:
@@ -1193,277 +1025,18 @@ class Engine:
         return self._token_programs
 
     @property
+    def drafting(self) -> Drafting:
+        """What it has for drafts."""
+        return self._drafting
+
+    @property
     def max_columns(self) -> int:
         """Of a step with drafts; of a recurrent model as many as it keeps states for."""
-        return self._plans.slots - 1 if self.model.architecture.recurrent else CLASSES[-1]
+        return self._drafting.max_columns
 
-    def possible_drafts(self, drafts: Drafts | None, needs_plain_steps: bool = False) -> Drafts | None:
+    def possible_drafts(self, drafts: Drafts | None) -> Drafts | None:
         """Drafts as they are possible here. Raises DraftError where they were asked for in a way that leaves no choice."""
-        if drafts is None or not drafts.classes:
-            return None
-        if not drafts.most:  # pinned steps without drafts: a draft model has no part
-            drafts = replace(drafts, model=False)
-        if self._no_drafts and drafts.pinned:
-            raise DraftError(f"[drafts] {self.model.file.path}: no drafts for this model, {self._no_drafts}; expected drafts 0")
-        if self.model.architecture.recurrent:
-            columns = self.max_columns
-            if drafts.pinned > columns:
-                raise DraftError(
-                    f"[drafts] {self.model.file.path}: steps of {drafts.pinned} columns, but recurrent states are kept for {columns}; "
-                    f"expected a load with --spec-pinned {drafts.pinned} (spec_pinned={drafts.pinned})"
-                )
-            drafts = drafts.at_most(columns - 1 if columns >= CLASSES[0] else 0)
-            if not drafts.classes:
-                return None
-        if drafts.model and self._draft_model is None:
-            raise DraftError(f"[drafts] {self.model.file.path.name}: has no draft model; expected one by attach_draft_model")
-        return None if self._no_drafts or needs_plain_steps else drafts
-
-    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts, constrained: bool = False) -> None:
-        """Compile, record and measure the steps with drafts of a text whose last token is `first`."""
-        kind, programs = loop_kind(sampler, constrained), self._draft_programs
-        if constrained:
-            programs.give_no_masks()
-            self.device.upload(self._token_programs.inputs["mask"], np.full(mask_words(self.model.hp.n_vocab), -1, np.int32))
-        self._catch_up()
-        for checkpoint in self._checkpoints:
-            checkpoint.save(self.n_past)
-        classes = [c for c in drafts.classes if self.n_past + MEASURED_ROWS <= self.n_ctx]
-        known = replace(drafts, known=(first,) * self.n_ctx, model=False)
-
-        def begin(how: Drafts = known) -> None:
-            run = _Run(first, self.n_ctx - self.n_past, sampler, kind, [], drafts=how, drafting=True, constrained=constrained)
-            self._begin_loop(run)
-
-        def run(columns: int, steps: int, model: bool = drafts.model) -> float:
-            model = model and columns > 1
-            begin(drafts if model else known)
-            loop = programs.loop(columns, kind, 1 if model else steps) if columns > 1 else self._token_programs.loop(kind, steps)
-            before = self._draft_model.commands if model and self._draft_model is not None else None
-            # As steps run: one submit behind the other. From the end of the first on, so that nobody waits for the host.
-            tickets = [self._token_programs.submit(loop, before)[0] for _ in range(SUBMITS_IN_FLIGHT)]
-            tickets[0].wait()
-            begun = time.perf_counter()
-            timed = 2 * steps if model else 2
-            for _ in range(timed - SUBMITS_IN_FLIGHT + 1):
-                tickets.append(self._token_programs.submit(loop, before)[0])
-                tickets[-2].wait()
-            tickets[-1].wait()
-            return (time.perf_counter() - begun) * (steps / timed if model else 1 / timed)
-
-        with self._kernels.preparing([]):
-            if self._ahead is not None:
-                self._ahead.wait()
-            for columns in classes:
-                program = programs.program(columns, kind)
-                begin()
-                self._token_programs.submit(programs.loop(columns, kind, 1))[0].wait()  # one step: the one that is made again below
-                if (made := program.last_waited_for) is None:
-                    continue
-
-                def found(made: BufferRange = made) -> Words:
-                    return self.device.download(made, np.uint32)
-
-                def with_barriers(program: Program = program, found: Callable[[], Words] = found) -> Words:
-                    for checkpoint in self._checkpoints:
-                        checkpoint.restore()
-                    begin()
-                    self.device.submit(program.record("drafts, all barriers", barriers=True)).wait()
-                    return found()
-
-                what = "the values of a step with drafts"
-                if why := self._trial.fault((columns, kind), what, timed_out=program.timed_out, found=found, with_barriers=with_barriers):
-                    self.use_barriers(why)
-                    break
-            if not drafts.pinned:
-                programs.measure(times_key(kind, drafts), classes, self._at_once(kind), run)
-        if self._checkpoint is not None:
-            self._checkpoint.restore()
-
-    def _at_once(self, kind: str) -> int:
-        """Tokens of a submit."""
-        return 1 if self._split is not None else self._token_programs.most_at_once(kind, TOKENS_PER_SUBMIT)
-
-    def _submits(self, run: _Run) -> Generator[int, None, None]:
-        """Tokens of a run, to its end."""
-        # A generation that was left early may have put recurrent states ahead of n_past.
-        self._quiet()
-        self._catch_up()
-        self._try_sync()
-        for checkpoint in self._checkpoints:
-            checkpoint.save(self.n_past)
-        self._begin_loop(run)
-        tokens, drafts = self._token_programs, run.drafts
-        times = self._draft_programs.times.get(times_key(run.kind, drafts)) if run.drafting and drafts is not None else None
-        model = self._draft_model if drafts is not None and drafts.model and run.drafting else None
-        in_flight, at_once = (1, 1) if run.needs_host else (SUBMITS_IN_FLIGHT, self._at_once(run.kind))
-        fits = times is not None and drafts is not None and drafts.classes[0] in times.of
-        if model is not None and drafts is not None and (drafts.pinned or fits):
-            pace: Pace = ModelPace(drafts, run.n, drafts.classes[0], times)
-        else:
-            pace, model = Pace(drafts, run.n, at_once, run.probe, times), None
-        step, status = 0, STATUS_RUNNING
-        flying: deque[tuple[Waits, int, int]] = deque()
-        try:
-            while run.made < run.n:
-                # Keep the queue full: the next submit starts when one ends.
-                run.ended = "wants drafts" if pace.wants_drafts else ""
-                if isinstance(pace, ModelPace) and pace.lost:
-                    run.ended = "wants plain steps"
-                while not run.ended and len(flying) < in_flight and (size := pace.next()) is not None:
-                    if run.constraint is not None:
-                        self._quiet()
-                        self.device.upload(tokens.inputs["mask"], run.constraint.mask())
-                    if size.columns > 1:
-                        loop = self._draft_programs.loop(size.columns, run.kind, size.steps)
-                    else:
-                        loop = tokens.loop(run.kind, size.steps, logits=run.on_logits is not None)
-                    flying.append((*tokens.submit(loop, model.commands if model is not None else None), size.columns))
-                if not flying:
-                    return
-                ticket, number, columns = flying.popleft()
-                ticket.wait()
-                back = tokens.back(number)
-                # The results of this submit, and of those behind it, are undefined.
-                run.ended = "timed out" if tokens.timed_out(number) else run.ended
-                if columns > 1 and self._draft_programs.overflowed(number):
-                    run.ended = run.ended or "overflow"
-                if run.ended in ("timed out", "overflow"):
-                    return
-                if model is not None and model.timed_out(number):
-                    model.use_barriers(TIMED_OUT)
-                    run.ended = "wants plain steps"
-                if columns > 1:
-                    self.draft_counts = run.before + self._draft_programs.counts(number)
-                words = back.result.map().view(np.int32)
-                step, status = int(words[0]), int(words[1])
-                ids = [int(words[LOOP_RING + i % RING]) for i in range(run.made, min(step, run.n))]
-                pace.take(ids)
-                for token in ids:
-                    if run.on_logits is not None:
-                        run.on_logits(tokens.logits())
-                    run.made += 1
-                    # The cache holds the token that went in; the new one is only picked.
-                    self._advance([run.first])
-                    if model is not None:
-                        model.accepted([run.first])
-                    run.first = token
-                    if run.constraint is not None:
-                        run.constraint.take(token)
-                    yield token
-                if status == STATUS_NAN:
-                    raise self._not_numbers("at", self.n_past + 1)
-                if status == STATUS_EOS or (run.constraint is not None and run.constraint.ended):
-                    run.ended = ""
-                    return
-        finally:
-            submitted = run.made + sum(f.steps for f in pace.flying)
-            with contextlib.suppress(DeviceLost):  # which the wait above has reported
-                for ticket, *_ in flying:
-                    ticket.wait()
-            # Recurrent states cannot go back: note that the device is ahead of what was yielded.
-            if self.model.architecture.recurrent and (run.made < step or (status == STATUS_RUNNING and run.made < submitted)):
-                self._left = run
-
-    def _steps_with_host(self, run: _Run) -> Generator[int, None, None]:
-        """Tokens of a run between whose steps the host is needed, to its end. It looks drafts up, and gives each drafted place its mask, so
-        that the device verifies them as it does others."""
-        assert run.drafts is not None
-        self._catch_up()
-        self._try_sync()
-        if self._checkpoint is not None:
-            self._checkpoint.save(self.n_past)
-        self._begin_loop(run)
-        tokens, programs, constraint, probe = self._token_programs, self._draft_programs, run.constraint, run.probe
-        times = programs.times.get(run.kind) if run.drafting else None
-        pace, most, wants_logits = HostPace(run.drafts, times), run.drafts.most, run.on_logits is not None
-        step, status = 0, STATUS_RUNNING
-        try:
-            while run.made < run.n:
-                room = min(most, run.n - run.made - 1)
-                ahead = self._looked_up(run, room, guess=constraint is None or pace.rest.over())
-                if pace.wants_drafts(len(ahead.tokens), run.n - run.made):
-                    run.ended = "wants drafts"
-                    return
-                columns = pace.columns(len(ahead.tokens))
-                if columns > 1:
-                    drafts = ahead.tokens[: columns - 1]
-                    programs.give(self.n_past, drafts, columns, ahead.masks)
-                    loop = programs.loop(columns, run.kind, 1, logits=wants_logits)
-                else:
-                    drafts = ahead.tokens
-                    if constraint is not None:
-                        self.device.upload(tokens.inputs["mask"], ahead.masks[0])
-                    loop = tokens.loop(run.kind, 1, logits=wants_logits)
-                ticket, number = tokens.submit(loop)
-                ticket.wait()
-                back = tokens.back(number)
-                if back.timed_out:
-                    run.ended = "timed out"
-                    return
-                if columns > 1 and programs.overflowed(number):
-                    run.ended = "overflow"
-                    return
-                if columns > 1:
-                    self.draft_counts = run.before + programs.counts(number)
-                words = back.result.map().view(np.int32)
-                step, status = int(words[0]), int(words[1])
-                ids = [int(words[LOOP_RING + i % RING]) for i in range(run.made, step)]
-                pace.take(drafts, ids, columns)
-                logits = programs.logits(columns) if wants_logits and columns > 1 else None
-                for i, token in enumerate(ids):
-                    if run.on_logits is not None:
-                        run.on_logits(tokens.logits() if logits is None else logits[i])
-                    run.made += 1
-                    self._advance([run.first])
-                    run.first = token
-                    if probe is not None:
-                        probe.take(token)
-                    if constraint is not None:
-                        constraint.take(token)
-                    yield token
-                    if constraint is not None and constraint.ended:
-                        return
-                if status == STATUS_NAN:
-                    raise self._not_numbers("at", self.n_past + 1)
-                if status == STATUS_EOS:
-                    return
-        finally:
-            # Recurrent states cannot go back: note that the device is ahead of what was yielded.
-            if self.model.architecture.recurrent and run.made < step:
-                self._left = run
-
-    def _looked_up(self, run: _Run, most: int, *, guess: bool) -> Ahead:
-        """Drafts of the next tokens as far as its constraint lets them come; without a guess those that alone may come."""
-        if not guess:
-            found = []
-        elif run.drafts is not None and run.drafts.known is not None:
-            row = run.drafts.known[self.n_past + 1 :][:most]
-            found = [*row[: next((i for i, t in enumerate(row) if t < 0), len(row))]]
-        else:
-            found = run.probe.ahead(most) if run.probe is not None else []
-        if run.constraint is None:
-            return Ahead(found)
-        return run.constraint.ahead(found, most)
-
-    def _begin_loop(self, run: _Run) -> None:
-        loop = loop_state(run.sampler, run.eos)
-        loop[LOOP_LIMIT] = run.n
-        self._token_programs.set_input(run.first, self.n_past)
-        self.device.upload(self._token_programs.inputs["loop"], loop)
-        if run.sampler.chained:
-            self.device.upload(self._token_programs.inputs["chain"], run.sampler.chain.words())
-        if run.sampler.dries:
-            self.device.upload(self._token_programs.dry_input(), self.dry_words(run.sampler, self.n_ctx))
-        if run.sampler.penalizes or run.constrained or run.sampler.dries:
-            vocab, inputs = self.model.hp.n_vocab, self._token_programs.penalty_inputs()
-            self.device.upload(inputs["bias"], run.sampler.bias(vocab))
-            self.device.upload(inputs["seen"], run.sampler.penalties(self.n_ctx).words(self._fed, vocab, self.n_ctx))
-        if run.drafts is not None and run.drafts.model and run.drafting and self._draft_model is not None:
-            self._draft_model.begin([*self._fed, run.first], min(run.drafts.most, run.drafts.classes[0] - 1), run.drafts.p_min)
-        if run.drafts is not None and (run.drafts.pinned or run.drafts.known or run.drafting):
-            drafts = replace(run.drafts, known=(-1,), least=0) if run.needs_host else run.drafts  # the host gives them step by step
-            self._draft_programs.begin([*self._fed, run.first], drafts, self._earlier if run.drafts.earlier else ())
+        return self._drafting.possible(drafts)
 
     def dry_words(self, sampler: Sampler, n_ctx: int) -> npt.NDArray[np.int32]:
         """What DRY goes by, in a context of so many tokens. Raises SamplerError for breakers that it cannot hold."""
@@ -1491,7 +1064,7 @@ class Engine:
         # One pass without an array of truths: the sum of squares of numbers below 10^16 is a number.
         flat = logits.reshape(-1)
         if not np.isfinite(np.dot(flat, flat)) and not np.isfinite(flat).all():
-            raise self._not_numbers("before", self.n_past)
+            raise self.values_error("before", self.n_past)
         return logits
 
     def check_caches(self) -> None:
@@ -1502,12 +1075,12 @@ class Engine:
 
     def _beyond_range(self, rows: int) -> EngineError | None:
         """Why what was made of the first rows of the caches is worth nothing, if that is the range of their types."""
-        self._quiet()
+        self.quiet()
         found = [each for state in self._states for each in state.beyond_range(min(rows, self.n_ctx))]
         return EngineError(f"[engine] {self.model.file.path}: {overflow_message(found)}") if found else None
 
-    def _not_numbers(self, where: str, rows: int) -> EngineError:
-        """rows: of the caches that are in use."""
+    def values_error(self, where: str, rows: int) -> EngineError:
+        """The error of logits that are not numbers, and why they are none where that is known. rows: of the caches that are in use."""
         return self._beyond_range(rows) or self.not_numbers(self.n_past, where)
 
     def not_numbers(self, position: int, where: str = "at") -> EngineError:

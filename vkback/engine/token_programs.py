@@ -188,7 +188,10 @@ class TokenPrograms:
         return self._loops[key]
 
     def most_at_once(self, kind: str, most: int) -> int:
-        """Tokens of a submit: `most`, or fewer where a token is predicted to take so long that a driver might take a submit for a hang."""
+        """Tokens of a submit: `most`, or fewer where a token is predicted to take so long that a driver might take a submit for a hang; one
+        where other devices have the first layers."""
+        if self._before is not None:
+            return 1
         key = (kind, most)
         if key not in self._most:
             self._most[key] = repeats(self._plans.token(kind), self._costs, LONGEST_SUBMIT_US, most)

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from vkback.device import Device
-from vkback.engine.engine import TOKENS_PER_SUBMIT
+from vkback.engine.generation import TOKENS_PER_SUBMIT
 from vkback.engine.sampler import add_sampler
 from vkback.graph import Graph, Tensor
 from vkback.models.registry import Model
