@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from processor_kit import PROMPT, Floats, Ids, judge_alone, judge_in_a_batch, nothing
 
 from vkback import LoadedModel, Result
 from vkback.api.errors import ModelError
@@ -18,10 +18,6 @@ from vkback.engine.engine import Engine
 from vkback.engine.sampler import SamplerError
 from vkback.paths import builtin_model
 
-PROMPT = "It was a dark and stormy night, and"
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-
 
 @pytest.fixture(scope="module")
 def model(device: Device) -> Iterator[LoadedModel]:
@@ -29,11 +25,7 @@ def model(device: Device) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def nothing(ids: Ids, logits: Floats) -> None:
-    """Changes nothing."""
-
-
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS: list[dict[str, Any]] = [  # chains and DRY: test_samplers.py, which compiles their kernels
     {"temperature": 0},
     {"seed": 3},
     {"seed": 4, "temperature": 1.4, "top_k": 0, "top_p": 0.9, "min_p": 0.0},
@@ -41,24 +33,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "json_schema": {"enum": ["Moby", "Dick"]}},
     {"seed": 6, "logprobs": 2, "stop": "e"},
     {"temperature": 0, "ignore_eos": True},
-    {"seed": 7, "typical_p": 0.6, "top_n_sigma": 3.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
-    {"seed": 8, "mirostat": 1, "mirostat_tau": 3.0},
-    {"seed": 9, "mirostat": 2, "mirostat_tau": 3.0},
-    {"seed": 10, "dynatemp_range": 0.6, "samplers": "top_k;min_p;temperature"},
-    {"seed": 11, "dry_multiplier": 2.0, "dry_allowed_length": 1, "repeat_penalty": 1.1},
-    {"temperature": 0, "dry_multiplier": 2.0, "dry_allowed_length": 1},
-    {"temperature": 0, "xtc_probability": 1.0, "xtc_threshold": 0.05},
 ]
 
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_function_that_changes_nothing_gives_the_text_of_the_device(model: LoadedModel, options: dict[str, Any]) -> None:
-    own = model.generate(PROMPT, max_tokens=12, **options)
-    by_host = model.generate(PROMPT, max_tokens=12, logits_processor=nothing, **options)
-    assert (by_host.text, by_host.tokens, by_host.finish_reason) == (own.text, own.tokens, own.finish_reason)
-    assert [t.token for t in by_host.logprobs] == [t.token for t in own.logprobs]
-    assert by_host.timings.decode_tokens == own.timings.decode_tokens
+    judge_alone(model, options)
 
 
 @pytest.mark.vulkan
@@ -142,22 +123,7 @@ def test_top_k_of_one_is_one(model: LoadedModel) -> None:
 @pytest.mark.vulkan
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_texts_of_a_batch_have_functions_of_their_own(model: LoadedModel, options: dict[str, Any]) -> None:
-    """Beside a text that the device picks, and one with other functions."""
-
-    def no_vowels(ids: Ids, logits: Floats) -> None:
-        logits[:2000:7] = -np.inf
-
-    async def side_by_side() -> list[Result]:
-        functions: list[Any] = [nothing, None, no_vowels]
-        asked = [model.agenerate(PROMPT, max_tokens=12, logits_processor=each, **options) for each in functions]
-        return await asyncio.gather(*asked)
-
-    own, other = (model.generate(PROMPT, max_tokens=12, logits_processor=each, **options) for each in (None, no_vowels))
-    assert [each.tokens for each in asyncio.run(side_by_side())] == [own.tokens, own.tokens, other.tokens]
-    found = model.batch([PROMPT], max_tokens=12, logits_processor=[nothing, no_vowels], **options)
-    assert [(each.tokens, each.finish_reason, len(each.logprobs)) for each in found] == [
-        (other.tokens, other.finish_reason, len(other.logprobs))
-    ]
+    judge_in_a_batch(model, options)
 
 
 @pytest.mark.vulkan

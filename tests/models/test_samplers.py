@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processor_kit import PROMPT, judge_alone, judge_in_a_batch
 
 from vkback import LoadedModel
 from vkback.api.errors import ModelError
@@ -16,8 +17,6 @@ from vkback.device import Device
 from vkback.engine.engine import Engine
 from vkback.engine.sampler import SAMPLERS, Sampler, SamplerError, loop_kind
 from vkback.paths import builtin_model
-
-PROMPT = "It was a dark and stormy night, and"
 
 ALL: list[dict[str, Any]] = [
     {"typical_p": 0.5},
@@ -68,6 +67,24 @@ def test_plain_texts_beside_chains(model: LoadedModel) -> None:
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda how: model.batch([PROMPT], max_tokens=20, seed=1, **how)[0].tokens, asked))
     assert found[0] == wanted
+
+
+BY_HOST: list[dict[str, Any]] = [
+    {"seed": 7, "typical_p": 0.6, "top_n_sigma": 3.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    {"seed": 8, "mirostat": 1, "mirostat_tau": 3.0},
+    {"seed": 9, "mirostat": 2, "mirostat_tau": 3.0},
+    {"seed": 10, "dynatemp_range": 0.6, "samplers": "top_k;min_p;temperature"},
+    {"seed": 11, "dry_multiplier": 2.0, "dry_allowed_length": 1, "repeat_penalty": 1.1},
+    {"temperature": 0, "dry_multiplier": 2.0, "dry_allowed_length": 1},
+    {"temperature": 0, "xtc_probability": 1.0, "xtc_threshold": 0.05},
+]
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("options", BY_HOST, ids=str)
+def test_the_device_picks_what_numpy_picks(model: LoadedModel, options: dict[str, Any]) -> None:
+    judge_alone(model, options)
+    judge_in_a_batch(model, options)
 
 
 @pytest.mark.vulkan
