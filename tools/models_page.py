@@ -13,6 +13,7 @@ import importlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from vkback.ops.lowering import PlanError  # noqa: E402
 from vkback.plan.training import training_graph  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
+WIDTH = 150
+"""Characters of its lines."""
 RESULTS = ROOT / "bench" / "results"
 REFERENCES = ROOT / "tests" / "references"
 
@@ -155,7 +158,14 @@ def page() -> str:
     importlib.import_module("vkback.models.architectures")
     measured = speeds()
     listed = ", ".join(f"[{name}](#{name.lower()})" for name in ARCHITECTURES)
-    return "\n\n".join([HEAD + f"\n{listed}", *(section(name, cls, measured) for name, cls in ARCHITECTURES.items())]) + "\n"
+    text = "\n\n".join([HEAD + f"\n{listed}", *(section(name, cls, measured) for name, cls in ARCHITECTURES.items())])
+    return "\n".join(wrapped(line) for line in text.split("\n")) + "\n"
+
+
+def wrapped(line: str) -> str:
+    """In lines that an editor shows whole; rows of tables stay."""
+    short = len(line) <= WIDTH or line.startswith("|")
+    return line if short else textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:
