@@ -1009,6 +1009,10 @@ class Engine:
         """Drafts of the text that `generate` made last, or is making."""
         return self._generation.counts
 
+    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts) -> None:
+        """Compile, record, try and measure the steps with drafts of a text whose last token is `first`."""
+        self._generation.prepare_drafts(first, sampler, drafts)
+
     def attach_draft_model(self, draft: DraftEngine) -> None:
         """Take the drafts of `Drafts(model=True)` from this model, which `check_draft_model` has let pass and which is closed with the
         engine. Raises DraftError where this one has no drafts, or the cache of the other is too small."""

@@ -195,13 +195,13 @@ class Generation:
         drafts = self._drafting.possible(drafts, sampler.moves)
         probe: Probe | None = None
         if drafts is not None and drafts.pinned:
-            self._prepare_drafts(first, sampler, drafts, constrained)
+            self.prepare_drafts(first, sampler, drafts, constrained)
         if drafts is not None and not drafts.model and (needs_host or not drafts.pinned):
             probe = Probe([*history.tokens, first], history.earlier if drafts.earlier else ())
         made, drafting, rest, times = 0, drafts is not None and drafts.model, n, self._drafting.programs.times
         while made < n:
             if drafting and drafts is not None and drafts.model and times_key(kind, drafts) not in times:
-                self._prepare_drafts(first, sampler, drafts)
+                self.prepare_drafts(first, sampler, drafts)
             run = Run(
                 first,
                 n - made if drafting else min(n - made, rest),
@@ -220,7 +220,7 @@ class Generation:
             if run.ended == "timed out":
                 self._engine.use_barriers(TIMED_OUT)
                 if drafts is not None and drafts.pinned:
-                    self._prepare_drafts(first, sampler, drafts, constrained)
+                    self.prepare_drafts(first, sampler, drafts, constrained)
             elif run.ended == "overflow":
                 self._drafting.rule_out("activations are beyond the range of f16 in a step of several tokens")
                 drafts = probe = None
@@ -231,7 +231,7 @@ class Generation:
             elif run.ended == "wants drafts" and drafts is not None:
                 drafting = True
                 if kind not in times:
-                    self._prepare_drafts(first, sampler, drafts, constrained)
+                    self.prepare_drafts(first, sampler, drafts, constrained)
             else:
                 return
 
@@ -454,7 +454,7 @@ class Generation:
             self._engine.use_barriers(TIMED_OUT)
         self._engine.history.advance([token])
 
-    def _prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts, constrained: bool = False) -> None:
+    def prepare_drafts(self, first: int, sampler: Sampler, drafts: Drafts, constrained: bool = False) -> None:
         """Compile, record, try and measure the steps with drafts of a text whose last token is `first`."""
         engine, tokens, programs = self._engine, self._tokens, self._drafting.programs
         kind, n_past, n_ctx = loop_kind(sampler, constrained), engine.history.n_past, engine.n_ctx
