@@ -200,7 +200,7 @@ void fetch_x(uint tid, uint first_row) {
     for (uint i = tid; i < WALK_UNITS * 8; i += WG) {
         const uint unit = i >> 3, row = p.x_slots == 1u ? first_row : first_row + unit / K_UNITS;
         vec4 v;
-        SPIN_UNTIL(v = xf4[row * (p.x_stride >> 2) + (unit % K_UNITS) * 8u + (i & 7u)], arrived(v));
+        SPIN_UNTIL(v = xf4[row * (p.x_stride >> 2) + (x_unit0 + unit % K_UNITS) * 8u + (i & 7u)], arrived(v));
         act_x[i & 7u][unit] = v;
     }
 }

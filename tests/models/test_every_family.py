@@ -68,15 +68,16 @@ def test_prompts_in_pieces_over_every_type_of_cache(name: str, type: str, tmp_pa
 
 @pytest.mark.vulkan
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("act", ["q8_1", "f32"])
 @pytest.mark.parametrize("name", TINY)
 def test_barrier_free_stages_change_no_bit(
-    name: str, tmp_path: Path, device: Device, barrier_free: None, monkeypatch: pytest.MonkeyPatch
+    name: str, act: Any, tmp_path: Path, device: Device, barrier_free: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the quick run those of tests/models/test_architectures.py, whose heads are odd, go through it."""
     path = tiny_in_whole_units(name, tmp_path / "model.gguf")
 
     def decoded() -> tuple[np.ndarray, int]:
-        with Engine.load(path, device, n_ctx=N_CTX, act="q8_1", progress=False) as engine:
+        with Engine.load(path, device, n_ctx=N_CTX, act=act, progress=False) as engine:
             free = len(engine.schedule().barrier_free)
             logits = np.stack([engine.decode_logits(t) for t in TOKENS[:20]])
             assert len(engine.schedule().barrier_free) == free, "the check of the first run found another result"
