@@ -96,6 +96,10 @@ class LinearHeads(Op):
         yield self.build_case("Q8_0", 3, 33, 96, 3, width=160)
         yield self.build_case("Q4_K", 3, 40, 256, 1, width=288, type_b="q8_1")
         yield self.build_case("Q4_K", 16, 128, 512, 1, type_b="q8_1", out="Q8_1")
+        # Barrier-free, a head's part of x is copied into shared memory, as F32 and as Q8_1.
+        yield self.build_case("Q8_0", 3, 32, 64, 1, act="f32").where(sync="sentinel")
+        yield self.build_case("Q4_K", 3, 40, 256, 1, width=288, act="f32").where(sync="sentinel")
+        yield self.build_case("Q8_0", 3, 32, 64, 1, type_b="q8_1").where(sync="sentinel")
         yield self.build_case("Q8_0", 3, 33, 96, 37, width=160)  # a grouped GEMM
         yield self.build_case("Q8_0", 5, 64, 96, 20, out="Q8_1")
 
