@@ -1,7 +1,7 @@
 """Weights in memory of the host, beside all of them on the device.
 
     python bench/host_memory.py MODEL.gguf --ngl 16,0 [--device 0] [--tests tg128,pp512] [-r 3]
-    python bench/host_memory.py MODEL.gguf [--device 0] [--share 0.6] [--skew 0.6] [--tests tg128,pp512] [-r 3]
+    python bench/host_memory.py MODEL.gguf [--device 0] [--share 0.6] [--skew 0.6] [--temp 1] [--tests tg128,pp512] [-r 3]
 
 With --ngl whole layers: the table has tokens a second with so many layers on the device, what the forecast said of them, and how often a
 piece of a prompt, or a token, has read the weights of the others: the time that it took longer, by the time that one read of them takes. 1
@@ -9,7 +9,8 @@ is the least; a product of many tokens reads a weight once for each of its tiles
 
 Without it experts, with and without a cache of them on the device. MODEL is a mixture of experts, one that `vkback synth` made for this,
 since --skew changes it in place: the rows of each layer's router are multiplied by exp(skew * z), z normal, so that some experts are chosen
-often, as in a trained model. --skew 0 leaves it alone.
+often, as in a trained model. --skew 0 leaves it alone. Tokens are drawn at --temp, each run others: the likeliest of random weights soon
+repeat, and so do their experts.
 
 Prints what host and device read a second, and a table: tokens a second with everything on the device; with as many layers' experts in host
 memory as leave --share of the model's bytes on the device; with the experts of all layers there; with these and a cache that fills --share.
@@ -62,8 +63,8 @@ def skew(path: Path, sigma: float) -> None:
             out.write((values * np.exp(sigma * rng.standard_normal(values.shape[0]))[:, None]).astype(np.float32).tobytes())
 
 
-def measured(path: Path, device: Device, options: LoadOptions, tests: list[str], repetitions: int) -> Run:
-    """One way to load it."""
+def measured(path: Path, device: Device, options: LoadOptions, tests: list[str], repetitions: int, temp: float = 0.0) -> Run:
+    """One way to load it. temp: of the tokens that are timed."""
     begun = time.perf_counter()
     with Engine.open(path, device, options) as engine:
         loaded = time.perf_counter() - begun
@@ -72,7 +73,7 @@ def measured(path: Path, device: Device, options: LoadOptions, tests: list[str],
         rng, speeds = np.random.default_rng(0), {}
         share = None
         for test in plan_tests(tests, [], [], [], []):
-            run = warmed(engine, test, rng)
+            run = warmed(engine, test, rng, temp)
             before = engine.count_experts()
             speeds[test.name] = (test.n_prompt + test.n_gen) / statistics.median(run() for _ in range(repetitions))
             if engine.caches_experts and test.n_gen:
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--skew", type=float, default=0.6)
+    parser.add_argument("--temp", type=float, default=1.0, help="of tokens that are timed with experts in host memory; 0: the likeliest")
     parser.add_argument("--tests", default="tg128,pp512")
     parser.add_argument("--ctx", type=int, default=1024)
     parser.add_argument("-r", "--repetitions", type=int, default=3)
@@ -139,7 +141,7 @@ def main() -> None:
             return
 
         def run(**how: int) -> Run:
-            return measured(args.model, device, LoadOptions(ctx=args.ctx, **how), tests, args.repetitions)  # type: ignore[arg-type]
+            return measured(args.model, device, LoadOptions(ctx=args.ctx, **how), tests, args.repetitions, args.temp)  # type: ignore[arg-type]
 
         whole = run(n_cpu_moe=0)
         all_there = run(n_cpu_moe=ALL_LAYERS)

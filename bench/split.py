@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ WARM_S = 1.0
 ROW_BYTES = 16 << 10
 
 
-def transfer_us(first: Device, second: Device, count: int = 400) -> float:
+def transfer_us(first: Device, second: Device, rows: int = 400) -> float:
     """Microseconds of a row of 4096 floats from one device to the other: half of there and back, with nothing to do between."""
     there, back = (HostStaging(a, [b], "rows", ROW_BYTES) for a, b in ((first, second), (second, first)))
     shared = there.shared and back.shared
@@ -69,7 +70,7 @@ def transfer_us(first: Device, second: Device, count: int = 400) -> float:
         commands.append(own)
     samples = []
     flights = [relay.submit([[own[0]] for own in commands], 0)]
-    for i in range(1, count):
+    for i in range(1, rows):
         flights.append(relay.submit([[own[i % 4]] for own in commands], i % 4))
         begun = time.perf_counter()
         flights.pop(0).wait()
@@ -95,17 +96,19 @@ def speeds(engine: Engine, tests: list[str], repetitions: int) -> dict[str, floa
     return found
 
 
-def warmed(engine: Engine, test: BenchTest, rng: np.random.Generator) -> Callable[[], float]:
-    """What runs a test and gives its seconds, on a warm card."""
+def warmed(engine: Engine, test: BenchTest, rng: np.random.Generator, temp: float = 0.0) -> Callable[[], float]:
+    """What runs a test and gives its seconds, on a warm card. temp: of generated tokens; over 0 each run makes another text."""
+    seeds = count(1)
     prompt = rng.integers(engine.model.hp.n_vocab, size=test.n_prompt).tolist()
-    engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler() if test.n_gen else None)
+    engine.prepare(prompt=[test.n_prompt] if prompt else 0, sampler=Sampler(temp=temp) if test.n_gen else None)
 
     def run() -> float:
         engine.reset()
+        sampler = Sampler(temp=temp, seed=next(seeds)) if temp else Sampler()
         begun = time.perf_counter()
         if prompt:
             engine.prompt(prompt)
-        for _ in engine.generate(1, test.n_gen, stop_at_eos=False) if test.n_gen else ():
+        for _ in engine.generate(1, test.n_gen, sampler=sampler, stop_at_eos=False) if test.n_gen else ():
             pass
         return time.perf_counter() - begun
 
@@ -236,11 +239,11 @@ def main() -> None:
             SHAPES["llama-70b"] = replace(SHAPES["llama-8b"], **LLAMA_70B)
             layers = SHAPES[args.model.rpartition("-")[0]].n_layer
             some = {}
-            for count in (layers // 4, layers // 2):
-                write_outline(args.model, file := Path(folder) / f"{count}.gguf", layers=count)
+            for few in (layers // 4, layers // 2):
+                write_outline(args.model, file := Path(folder) / f"{few}.gguf", layers=few)
                 with over(file, chosen[:1], ubatches[0]) as engine:
-                    said(begun, f"loaded {count} of {layers} layers on {engine.device.caps.name}")
-                    some[count] = {test: 1 / rate for test, rate in speeds(engine, tests, args.repetitions).items()}
+                    said(begun, f"loaded {few} of {layers} layers on {engine.device.caps.name}")
+                    some[few] = {test: 1 / rate for test, rate in speeds(engine, tests, args.repetitions).items()}
             a, b = some
             one = {t: 1 / (some[b][t] + (some[b][t] - some[a][t]) / (b - a) * (layers - b)) for t in tests}
             write_outline(args.model, file := Path(folder) / "all.gguf")
