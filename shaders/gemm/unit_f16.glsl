@@ -11,7 +11,7 @@
 //                 2^18 times as large makes it 2^-6 of the weight, of which few are subnormal themselves. The scale must be less than 1/4,
 //                 and the device must keep subnormal numbers, in matrices too.
 //
-// Other types are decoded to floats and rounded.
+// Other types are decoded to floats and rounded. A type may bring a second decoder of its own (UNIT_SUBNORMAL, unit_subnormal).
 layout(constant_id = 60) const uint SUBNORMALS = 0;
 
 #if defined(UNIT_FLIPPED_NIBBLES) || UNIT_INTS
@@ -123,6 +123,9 @@ void unit_f16_normal(UnitRaw unit, bool valid, out uvec4 words[4]) {
 }
 
 void unit_f16_subnormal(UnitRaw unit, bool valid, out uvec4 words[4]) {
+#ifdef UNIT_SUBNORMAL
+    unit_subnormal(unit, valid, words);
+#else
     uint q[8];
 #ifdef UNIT_SCALE_F16
     unit_words(unit, q);
@@ -143,6 +146,7 @@ void unit_f16_subnormal(UnitRaw unit, bool valid, out uvec4 words[4]) {
         words[i] = uvec4(scale_subnormals(low, s, b), scale_subnormals(low >> 8, s, b), scale_subnormals(high, s, b),
                          scale_subnormals(high >> 8, s, b));
     }
+#endif
 }
 #endif
 

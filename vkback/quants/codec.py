@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +107,8 @@ class Codec(ABC):
         hold (shaders/gemm/unit_f16.glsl)."""
         if not self.type.step_factor:
             return ()
+        if exponents := self._exponents():  # a step of 2^(e - 128)
+            return tuple(Limit(at, 1, 0xFF, 128 + ceil(log2(COARSE_STEP))) for at in exponents)
         step, *offsets = self.halves()
         least = int(np.float16(COARSE_STEP / self.type.step_factor).view(np.uint16))
         return (Limit(step, 2, 0x7FFF, least), *(Limit(at, 2, 0x7FFF, HALF_BITS_OF_4) for at in offsets))

@@ -57,7 +57,7 @@ def nearest_e2m1(x: F32, unit: F32) -> U8:
 
 class _MXFP4(Codec):
     block = packed(("e", 1), ("qs", 16))
-    type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)), "levels")
+    type = QuantType("MXFP4", 39, 32, block.itemsize, (Plane("qs", 16), Plane("e", 1)), "levels", step_factor=1)
     moves: Mapping[str, Rearrange] = {"qs": renamed_nibbles(E2M1_ORDER)}
 
     def decode(self, blocks: U8) -> F32:

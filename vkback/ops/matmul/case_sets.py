@@ -117,6 +117,7 @@ def prompts_mul_mat() -> Iterator[Case]:
     yield mul_mat_case("Q8_0", 45, 7, 96).where(**REGISTERS)
     yield from by_subnormals("Q4_K")
     yield from by_subnormals("Q6_K")
+    yield from by_subnormals("MXFP4")
 
 
 def prompts_mul_mat_id() -> Iterator[Case]:
@@ -128,6 +129,7 @@ def prompts_mul_mat_id() -> Iterator[Case]:
         yield mul_mat_id_case("Q8_0", 6, 2, 45, 11, 96, shared=ids != "last", ids=ids).where(**REGISTERS)
     yield mul_mat_id_case("Q4_K", 6, 2, 45, 5, 256, shared=True).where(**REGISTERS)
     yield mul_mat_id_case("MXFP4", 6, 2, 45, 5, 1088, shared=True).where(tiles_each=2, **REGISTERS)
+    yield mul_mat_id_case("MXFP4", 6, 2, 45, 5, 1088, shared=True).where(subnormals=True, **REGISTERS)
     yield mul_mat_id_case("Q8_0", 5, 1, 33, 7, 96, shared=True, amax=HUGE).where(**REGISTERS)
 
 
