@@ -38,6 +38,10 @@ KEPT_SHARE = 0.9
 LOSS, LOSS_SHARE = 4.0, 0.01
 """Most that drafts may cost a text: tokens' time, and share of it. What is lost before a text is known to go another way is within."""
 
+PAUSE, LONGEST_PAUSE = 16, 64
+"""Tokens without drafts after two tries in a row none of whose drafts was right, where drafts have lost so far; twice as many after each
+further one. Two tries are in flight before the first one's result is known."""
+
 MAX_RECURRENT = 8
 """Columns of a step of a recurrent model, unless it is pinned: each column keeps a state of all layers."""
 
@@ -238,6 +242,8 @@ class Pace:
         self._columns = 1
         self._most_steps = steps_at_once(at_once)
         self._saved = 0.0  # time of a token, so often
+        self._failed = self._pause = self._paused_to = 0
+        self._recent: deque[float] = deque(maxlen=WINDOW)  # tokens of a step with drafts, by submit
         self.made = 0
         self.flying: deque[Submitted] = deque()
 
@@ -250,8 +256,21 @@ class Pace:
                 self.probe.take(token)
         self.made += count
         done = self.flying.popleft()
+        if done.columns > 1:
+            self._recent.append(count / done.steps)
         if done.columns > 1 and self._times is not None and self.made < self._n:
             self._saved += count - done.steps * self._times.of[done.columns]
+            self._note(right=count > done.steps)
+
+    def _note(self, *, right: bool) -> None:
+        """Of a submit with drafts: whether any was right."""
+        if right:
+            self._failed = self._pause = self._paused_to = 0
+            return
+        self._failed += 1
+        if self._failed > 1 and self._saved < 0:
+            self._pause = min(max(2 * self._pause, PAUSE), LONGEST_PAUSE)
+            self._paused_to = self.made + self._pause
 
     @property
     def wants_drafts(self) -> bool:
@@ -281,10 +300,15 @@ class Pace:
         return chosen
 
     def _chosen(self) -> int:
+        if self._pause and (self.made < self._paused_to or any(f.columns > 1 for f in self.flying)):
+            return 1  # behind a pause one try at a time
         return self._best(self._times) if self._times is not None else 1
 
     def _rate(self, columns: int) -> float:
-        return tokens_per_step(list(self.probe.hits), columns) if self.probe is not None and self.probe.hits else 1.0
+        """Tokens that a step of so many columns is expected to make. Too few, and steps are in flight when a text ends, and waited for."""
+        if self.probe is not None and self.probe.hits:
+            return tokens_per_step(list(self.probe.hits), columns)
+        return sum(self._recent) / len(self._recent) if self._recent else 1.0
 
     def _best(self, times: StepTimes) -> int:
         """Columns of the step that makes the most tokens in its time."""
@@ -372,12 +396,6 @@ class ModelPace(Pace):
     def __init__(self, drafts: Drafts, n: int, columns: int, times: StepTimes | None) -> None:
         super().__init__(drafts, n, 1, None, times)
         self._width, self._most_steps = columns, 1
-        self._recent: deque[int] = deque(maxlen=WINDOW)
-
-    def take(self, tokens: Iterable[int]) -> None:
-        made = list(tokens)
-        self._recent.append(len(made))
-        super().take(made)
 
     @property
     def lost(self) -> bool:
@@ -388,6 +406,3 @@ class ModelPace(Pace):
 
     def _chosen(self) -> int:
         return self._width
-
-    def _rate(self, columns: int) -> float:
-        return sum(self._recent) / len(self._recent) if self._recent else 1.0
