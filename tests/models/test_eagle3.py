@@ -14,7 +14,7 @@ from tiny_models import TINY, changed, tiny
 import vkback
 from vkback import quants
 from vkback.checks import OptionError
-from vkback.device import Device
+from vkback.device import Commands, Device, Ticket
 from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -140,7 +140,7 @@ def for_itself(dim: int, n_embd: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.vulkan
-def test_a_head_that_knows_what_comes_is_always_right(tmp_path: Path, device: Device) -> None:
+def test_a_head_that_knows_what_comes_is_always_right(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target whose layers add nothing: a token alone says which is next, and the head reads it by its embedding. What stands for hidden
     rows is left out by a norm of zeros."""
     source = tiny("llama", tmp_path)
@@ -164,6 +164,18 @@ def test_a_head_that_knows_what_comes_is_always_right(tmp_path: Path, device: De
         assert text_of(engine, Sampler(), Drafts(3, pinned=4, model=True)) == text
         counts = engine.draft_counts
         assert counts.accepted == counts.drafted and counts.steps == -(-len(text) // 4)
+        submits = 0
+
+        def counted(commands: Commands) -> Ticket:
+            nonlocal submits
+            submits += 1
+            return submit(commands)
+
+        submit = device.submit
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "submit", counted)
+            longer = text_of(engine, Sampler(), Drafts(3, pinned=4, model=True), n=64)
+        assert longer[: len(text)] == text and submits < engine.draft_counts.steps / 2, "several steps a submit"
     with vkback.load(target, device.index, N_CTX, act="f32", model_draft=head, draft_max=2) as model:
         result = model.generate(list(PROMPT), max_tokens=40, temperature=0.0)
         assert result.timings.draft_accepted == result.timings.draft_tokens > 0

@@ -1,10 +1,10 @@
 """Models whose picks are the drafts of another: a second, smaller one, the MTP block of the target's own file, or an EAGLE-3 head. Their
 tokens go to the target's next step without the host.
 
-Each step of the target is one submit: the target's last token and position are copied to the drafter, which makes as many greedy tokens
-as there are drafts; its ids are copied to where LOOKUP takes them (mode MODEL); then comes the target's step. A draft model takes in the
-last of its tokens, too, so that its cache has a row for each draft. Rows of drafts that were not accepted are written over by those of the
-next step.
+Ahead of each step of the target, in the same recording, its last token and position are copied to the drafter, which makes as many greedy
+tokens as there are drafts; its ids are copied to where LOOKUP takes them (mode MODEL). So a submit may have several steps. A draft model
+takes in the last of its tokens, too, so that its cache has a row for each draft. Rows of drafts that were not accepted are written over by
+those of the next step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Protocol
 
 import numpy as np
 
-from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.device import Arena, BufferRange, Device, Recorder
 from vkback.engine.drafts import CLASSES, DraftError
 from vkback.engine.sampler import Sampler, loop_state, sure_kind
-from vkback.engine.token_programs import INPUT_BYTES, SUBMITS_IN_FLIGHT, TokenPrograms
+from vkback.engine.token_programs import INPUT_BYTES, TokenPrograms
 from vkback.models.registry import Model
 from vkback.ops.sampling.sample import LOOP_RING
+from vkback.program import Program
 
 DRAFTS = 3
 """Of a step, unless somebody asks for others; llama.cpp's number."""
@@ -94,7 +95,7 @@ class Drafter(ABC):
         self.count, self.p_min = 0, 0.0
         self._device, self._target, self._text = device, target, text
         self._arena: Arena | None = None
-        self._copies: list[tuple[Commands, Commands]] = []
+        self._zero: BufferRange | None = None
 
     @property
     @abstractmethod
@@ -128,50 +129,50 @@ class Drafter(ABC):
 
     def begin(self, text: Sequence[int], count: int, p_min: float = 0.0) -> None:
         """Be ready for so many drafts of a step of a text, whose last token no one has read."""
-        if count != self.count:
-            self.forget()
         self.count, self.p_min = count, p_min
         self.read(text[:-1])
         self._device.upload(self.programs.inputs["loop"], loop_state(Sampler(), []))
 
-    def commands(self, back: int) -> list[Commands]:
-        """What runs before the target's step with this read-back."""
-        if not self._copies:
-            self._record()
-        into, out = self._copies[back]
-        return [into, self.programs.loop(sure_kind("greedy", self.p_min), self.tokens_per_step).commands(back), out]
+    @property
+    def program(self) -> Program:
+        """Of one of its tokens."""
+        return self.programs.program(sure_kind("greedy", self.p_min))
+
+    def write(self, rec: Recorder) -> None:
+        """Record the drafts of one step of the target."""
+        own, other = self.programs.inputs, self._target.inputs
+        rec.barrier()
+        for at in (0, INPUT_BYTES):
+            rec.copy(other["one"].slice(at, 4), own["one"].slice(at, 4))
+        rec.copy(self._step_0(), own["loop"].slice(0, 4))
+        rec.copy(other["loop"].slice(4, 4), own["loop"].slice(4, 4))  # a target that has stopped makes no drafts
+        for _ in range(self.tokens_per_step):
+            self.program.write(rec)
+        rec.barrier()
+        rec.copy(own["loop"].slice(4 * LOOP_RING, 4 * self.count), self._text().slice(0, 4 * self.count))
+
+    def copies(self, back: int) -> list[tuple[BufferRange, BufferRange]]:
+        """What a recording with its drafts copies at its end, for `timed_out`."""
+        state = self.program.state
+        return [] if state is None else [(state, self.programs.back(back).state)]
 
     def timed_out(self, back: int) -> bool:
         """Whether a spin-wait timed out in that submit: its drafts and rows are worth nothing."""
         return self.programs.back(back).timed_out
 
-    def _record(self) -> None:
-        device, own, other = self._device, self.programs.inputs, self._target.inputs
-        self._arena = device.arena("step of a draft model", 256, "device")
-        zero = self._arena.alloc(4, "step 0")
-        device.upload(zero, np.zeros(1, np.int32))
-        for i in range(SUBMITS_IN_FLIGHT + 1):
-            rec = device.recorder(f"to the draft model {i}")
-            rec.barrier()
-            for at in (0, INPUT_BYTES):
-                rec.copy(other["one"].slice(at, 4), own["one"].slice(at, 4))
-            rec.copy(zero, own["loop"].slice(0, 4))
-            rec.copy(other["loop"].slice(4, 4), own["loop"].slice(4, 4))  # a target that has stopped makes no drafts
-            into = rec.finish()
-            rec = device.recorder(f"from the draft model {i}")
-            rec.barrier()
-            rec.copy(own["loop"].slice(4 * LOOP_RING, 4 * self.count), self._text().slice(0, 4 * self.count))
-            self._copies.append((into, rec.finish()))
+    def _step_0(self) -> BufferRange:
+        """A word of zero."""
+        if self._zero is None:
+            self._arena = self._device.arena("step of a draft model", 256, "device")
+            self._zero = self._arena.alloc(4, "step 0")
+            self._device.upload(self._zero, np.zeros(1, np.int32))
+        return self._zero
 
-    def forget(self) -> None:
-        """Record anew when it is next used."""
-        for pair in self._copies:
-            for commands in pair:
-                commands.destroy()
-        self._copies.clear()
+    def give_back(self) -> None:
+        """Its own memory."""
         if self._arena is not None:
             self._arena.destroy()
-            self._arena = None
+            self._arena = self._zero = None
 
 
 class DraftModel(Drafter):
@@ -203,11 +204,10 @@ class DraftModel(Drafter):
         self._engine.use_barriers(why)
 
     def resize(self, n_ctx: int) -> None:
-        self.forget()
         self._engine.resize(n_ctx + ROOM)
 
     def close(self) -> None:
-        self.forget()
+        self.give_back()
         self._engine.close()
 
 
@@ -249,10 +249,9 @@ class DraftHead(Drafter):
 
     def forget_programs(self) -> None:
         """Make them anew when they are next used."""
-        self.forget()
         self._programs.forget_programs()
         self._programs.forget_timeouts()
 
     def close(self) -> None:
-        self.forget()
+        self.give_back()
         self._programs.close()

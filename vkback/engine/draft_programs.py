@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vkback.device import Arena, BufferRange, Device
+from vkback.engine.draft_model import Drafter
 from vkback.engine.drafts import CLASSES, DraftCounts, Drafts, StepTimes, steps_at_once
 from vkback.engine.plans import Plans
 from vkback.engine.readback import TokenLoop
@@ -33,6 +34,8 @@ class DraftPrograms:
         self._device, self._plans, self._tokens, self._bind = device, plans, tokens, bind
         self._programs: dict[tuple[int, str], Program] = {}
         self._loops: dict[tuple[int, str, int], TokenLoop] = {}
+        self._with_drafter: dict[tuple[int, str, int], TokenLoop] = {}
+        self._drafter: tuple[Program, int] | None = None  # of which those are
         self._arenas: list[Arena] = []
         self._inputs: dict[str, BufferRange] = {}
         self._backs: list[BufferRange] = []
@@ -142,13 +145,21 @@ class DraftPrograms:
         for memory in self._overflows:
             memory.map()[:] = 0
 
-    def loop(self, columns: int, kind: str, steps: int, *, logits: bool = False) -> TokenLoop:
-        """The recording of so many steps; logits: it copies those of all columns of the last one."""
+    def loop(self, columns: int, kind: str, steps: int, *, logits: bool = False, drafter: Drafter | None = None) -> TokenLoop:
+        """The recording of so many steps; logits: it copies those of all columns of the last one. drafter: makes the drafts of each."""
         key = columns, f"{kind}, logits" if logits else kind, steps
-        if key not in self._loops:
+        loops = self._loops
+        if drafter is not None:
+            loops = self._with_drafter
+            if self._drafter != (of := (drafter.program, drafter.count)):
+                for loop in loops.values():
+                    loop.destroy()
+                loops.clear()
+                self._drafter = of
+        if key not in loops:
             program = self.program(columns, kind)
             draft = self.inputs()["draft"]
-            copies = [[(draft, back)] for back in self._backs]
+            copies = [[(draft, back), *(drafter.copies(i) if drafter is not None else ())] for i, back in enumerate(self._backs)]
             if logits:
                 found = program.range("result_output")
                 if self._logits is None:
@@ -160,8 +171,9 @@ class DraftPrograms:
             if (overflow := program.overflow) is not None:
                 for of_one, memory in zip(copies, self._overflows, strict=True):
                     of_one.append((overflow, memory.slice(0, overflow.size)))
-            self._loops[key] = self._tokens.token_loop(program, f"{columns} columns, {kind}", steps, copies)
-        return self._loops[key]
+            before = drafter.write if drafter is not None else None
+            loops[key] = self._tokens.token_loop(program, f"{columns} columns, {kind}", steps, copies, before)
+        return loops[key]
 
     def counts(self, back: int) -> DraftCounts:
         """Of the text so far, after the submit with this read-back."""
@@ -181,8 +193,9 @@ class DraftPrograms:
         """Make them anew when they are next used, and measure them again."""
         for program in self._programs.values():
             program.close()
-        for cache in (self._programs, self._loops, self.times):
+        for cache in (self._programs, self._loops, self._with_drafter, self.times):
             cache.clear()
+        self._drafter = None
 
     def close(self) -> None:
         """Give everything back; what is used later is made anew."""

@@ -393,9 +393,9 @@ class HostPace:
 class ModelPace(Pace):
     """Of a text whose drafts a model makes, with a class of step: all steps have it while that pays."""
 
-    def __init__(self, drafts: Drafts, n: int, columns: int, times: StepTimes | None) -> None:
-        super().__init__(drafts, n, 1, None, times)
-        self._width, self._most_steps = columns, 1
+    def __init__(self, drafts: Drafts, n: int, at_once: int, columns: int, times: StepTimes | None) -> None:
+        super().__init__(drafts, n, at_once, None, times)
+        self._width = columns
 
     @property
     def lost(self) -> bool:

@@ -257,10 +257,10 @@ class Generation:
                         engine.quiet()
                         self._device.upload(tokens.inputs["mask"], run.constraint.mask())
                     if size.columns > 1:
-                        loop = programs.loop(size.columns, run.kind, size.steps)
+                        loop = programs.loop(size.columns, run.kind, size.steps, drafter=drafter)
                     else:
                         loop = tokens.loop(run.kind, size.steps, logits=run.on_logits is not None)
-                    flying.append((*tokens.submit(loop, drafter.commands if drafter is not None else None), size.columns))
+                    flying.append((*tokens.submit(loop), size.columns))
                 if not flying:
                     return
                 ticket, number, columns = flying.popleft()
@@ -305,7 +305,7 @@ class Generation:
         if run.by_model and drafts is not None and self._drafting.drafter is not None:
             columns = drafts.classes[0]
             if drafts.pinned or (times is not None and columns in times.of):
-                return ModelPace(drafts, run.n, columns, times), self._drafting.drafter
+                return ModelPace(drafts, run.n, self.at_once(run.kind), columns, times), self._drafting.drafter
         return Pace(drafts, run.n, 1 if run.needs_host else self.at_once(run.kind), run.probe, times), None
 
     def _steps_with_host(self, run: Run) -> Generator[int, None, None]:
@@ -470,22 +470,18 @@ class Generation:
         def begin(how: Drafts = known) -> None:
             self._begin(Run(first, n_ctx - n_past, sampler, kind, [], drafts=how, drafting=True, constrained=constrained))
 
-        def run(columns: int, steps: int, model: bool = drafts.model) -> float:
-            model = model and columns > 1
-            begin(drafts if model else known)
-            loop = programs.loop(columns, kind, 1 if model else steps) if columns > 1 else tokens.loop(kind, steps)
-            drafter = self._drafting.drafter
-            before = drafter.commands if model and drafter is not None else None
+        def run(columns: int, steps: int) -> float:
+            drafter = self._drafting.drafter if drafts.model and columns > 1 else None
+            begin(known if drafter is None else drafts)
+            loop = programs.loop(columns, kind, steps, drafter=drafter) if columns > 1 else tokens.loop(kind, steps)
             # As steps run: one submit behind the other. From the end of the first on, so that nobody waits for the host.
-            tickets = [tokens.submit(loop, before)[0] for _ in range(SUBMITS_IN_FLIGHT)]
+            tickets = [tokens.submit(loop)[0] for _ in range(SUBMITS_IN_FLIGHT)]
             tickets[0].wait()
             begun = time.perf_counter()
-            timed = 2 * steps if model else 2
-            for _ in range(timed - SUBMITS_IN_FLIGHT + 1):
-                tickets.append(tokens.submit(loop, before)[0])
-                tickets[-2].wait()
-            tickets[-1].wait()
-            return (time.perf_counter() - begun) * (steps / timed if model else 1 / timed)
+            tickets.append(tokens.submit(loop)[0])
+            for ticket in tickets[1:]:
+                ticket.wait()
+            return (time.perf_counter() - begun) / SUBMITS_IN_FLIGHT
 
         with self._kernels.preparing([]):
             self._drafting.wait_for_kernels()

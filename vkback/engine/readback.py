@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vkback.device import BufferRange, Commands
+from vkback.device import BufferRange, Commands, Recorder
 from vkback.program import Program
 
 
@@ -47,16 +47,24 @@ class TokenLoop:
         copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]],
         loads: Sequence[tuple[BufferRange, BufferRange]] = (),
         marks: Sequence[tuple[BufferRange, int]] = (),
+        before: Callable[[Recorder], object] | None = None,
     ) -> None:
         """copies: for each read-back (source, target) copied at the end beside it. loads: (source, target) copied at the beginning.
-        marks: of each, as of `Program.record`; none without any."""
+        marks: of each, as of `Program.record`; none without any. before: as of `Program.record`."""
         self.tokens = tokens
         ends: Sequence[tuple[BufferRange, int] | None] = marks or [None] * len(readback)
         self._copies = [
-            program.record(f"{name} x{tokens}", repeat=tokens, loads=loads, copies=[*back.copies(program, loop), *others], mark=mark)
+            program.record(
+                f"{name} x{tokens}", repeat=tokens, loads=loads, copies=[*back.copies(program, loop), *others], mark=mark, before=before
+            )
             for back, others, mark in zip(readback, copies, ends, strict=True)
         ]
 
     def commands(self, back: int) -> Commands:
         """The copy with this read-back, which nothing in flight may use."""
         return self._copies[back]
+
+    def destroy(self) -> None:
+        """Give the recordings back, once none is in flight."""
+        for commands in self._copies:
+            commands.destroy()

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vkback.device import Arena, BufferRange, Commands, Device
+from vkback.device import Arena, BufferRange, Commands, Device, Recorder
 from vkback.engine.prompts import LONGEST_SUBMIT_US
 from vkback.engine.readback import Readback, TokenLoop
 from vkback.engine.sampler import DRIED, PENALIZED, RING
@@ -197,20 +197,25 @@ class TokenPrograms:
             self._most[key] = repeats(self._plans.token(kind), self._costs, LONGEST_SUBMIT_US, most)
         return self._most[key]
 
-    def token_loop(self, program: Program, name: str, steps: int, copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]]) -> TokenLoop:
-        """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end."""
+    def token_loop(
+        self,
+        program: Program,
+        name: str,
+        steps: int,
+        copies: Sequence[Sequence[tuple[BufferRange, BufferRange]]],
+        before: Callable[[Recorder], object] | None = None,
+    ) -> TokenLoop:
+        """The recording of so many steps of a program over this loop; copies: for each read-back, (source, target) copied at the end.
+        before: records what runs ahead of each step."""
         marks = [self._before.mark(i) for i in range(len(self._loop_backs))] if self._before is not None else []
-        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies, self._loads(), marks)
+        return TokenLoop(program, name, steps, self.inputs["loop"], self._loop_backs, copies, self._loads(), marks, before)
 
-    def submit(self, loop: TokenLoop, before: Callable[[int], Sequence[Commands]] | None = None) -> tuple[Waits, int]:
-        """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops.
-
-        before  what the submit begins with, by the number of its read-back
-        """
+    def submit(self, loop: TokenLoop) -> tuple[Waits, int]:
+        """Run a recording; the ticket, and the number of the read-back. At most SUBMITS_IN_FLIGHT may be in flight, of all loops."""
         back = self._turn
         self._turn = (self._turn + 1) % len(self._loop_backs)
-        commands = [*(before(back) if before is not None else ()), loop.commands(back)]
-        return self._before.submit(back, commands) if self._before is not None else self._device.submit(commands), back
+        commands = loop.commands(back)
+        return self._before.submit(back, [commands]) if self._before is not None else self._device.submit(commands), back
 
     def timed_out(self, number: int) -> bool:
         """Whether a spin-wait of a submit timed out, so that its results are worth nothing."""

@@ -152,6 +152,7 @@ class Program:
         loads: Sequence[tuple[BufferRange, BufferRange]] = (),
         copies: Sequence[tuple[BufferRange, BufferRange]] = (),
         mark: tuple[BufferRange, int] | None = None,
+        before: Callable[[Recorder], object] | None = None,
         part: Sequence[int] | None = None,
         on_dispatch: Callable[[Dispatch], object] | None = None,
     ) -> Commands:
@@ -160,6 +161,7 @@ class Program:
         loads       (source, target) copied at the beginning, of memory that the host writes
         copies      (source, target) copied at the end, for the host to read
         mark        a word of host memory, and what is written there when all is done, for a host that looks at it
+        before      records what runs ahead of the schedule, each time
         timestamps  write a GPU timestamp after every stage (and one at the start); labels are the stages' numbers
         barriers    between all stages, also those that could do without; timestamps need them
         part        numbers of the stages to record, in a row; None: all. Of a schedule without barrier-free stages
@@ -173,21 +175,38 @@ class Program:
         for source, target in loads:
             rec.copy(source, target)
         for _ in range(repeat):
-            rec.barrier()
-            if timestamps:
-                rec.timestamp("start")
-            if self._sentinel is not None:
-                rec.fill(self._sentinel, SENTINEL)
-            for i in part:
-                if i > part[0] and (barriers or timestamps or i not in self.schedule.barrier_free):
-                    rec.barrier()
-                for d in self.schedule.stages[i]:
-                    self._dispatch(rec, d)
-                    if on_dispatch is not None:
-                        on_dispatch(d)
-                if timestamps:
-                    rec.timestamp(str(i))
+            if before is not None:
+                before(rec)
+            self._write(rec, part, timestamps=timestamps, barriers=barriers, on_dispatch=on_dispatch)
         return self._finish(rec, copies, mark)
+
+    def write(self, rec: Recorder) -> None:
+        """The schedule once, into a recording that another program finishes."""
+        self._write(rec, range(len(self.schedule.stages)))
+
+    def _write(
+        self,
+        rec: Recorder,
+        part: Sequence[int],
+        *,
+        timestamps: bool = False,
+        barriers: bool = False,
+        on_dispatch: Callable[[Dispatch], object] | None = None,
+    ) -> None:
+        rec.barrier()
+        if timestamps:
+            rec.timestamp("start")
+        if self._sentinel is not None:
+            rec.fill(self._sentinel, SENTINEL)
+        for i in part:
+            if i > part[0] and (barriers or timestamps or i not in self.schedule.barrier_free):
+                rec.barrier()
+            for d in self.schedule.stages[i]:
+                self._dispatch(rec, d)
+                if on_dispatch is not None:
+                    on_dispatch(d)
+            if timestamps:
+                rec.timestamp(str(i))
 
     def record_parts(self, name: str, begins: Collection[int], *, copies: Sequence[tuple[BufferRange, BufferRange]] = ()) -> list[Commands]:
         """Record the schedule once into several command buffers, to be submitted one after another.
