@@ -1,7 +1,8 @@
 // The samplers of sample/chain.glsl over the listed tokens. Each keeps tokens of a range of distances: those of `kept`. What is added up is
 // added as whole numbers of 2^-30, so that the order of the list does not matter.
 //
-//   float run_chain(uint tid, uint listed, float top, float target)    every thread calls: narrows `kept`; 1 / the temperature
+//   float run_chain(uint tid, uint listed, float top, float target, bool chained)    every thread calls: narrows `kept`, by top_k, top_p and
+//       min_p of the loop where there is no chain; 1 / the temperature
 //   void note_surprise(uint tid, uint listed, float top, float scale, uint id)   every thread calls after the draw: moves mirostat's mu on
 //
 // Needs what sample/draw.comp declares before it.
@@ -111,18 +112,12 @@ void keep_up_to(uint dist) {
     if (dist < kept.hi) kept = Kept(kept.lo, dist, ~0u);
 }
 
-void keep_nearest_many(uint tid, uint listed, float top, uint k) {
-    if (k >= mass_of(tid, listed, top, kept.lo, 1.0).count) return;
-    select_top_k(tid, listed, top, float(k));
-}
-
-// Mirostat's k: from the exponent of Zipf's law that the nearest tokens follow.
-uint mirostat_k(uint tid, uint listed, float top, uint nearest, float scale) {
-    const uint many = min(mass_of(tid, listed, top, nearest, scale).count, NEAREST);
-    const Kept before = kept;
-    if (many == NEAREST) select_top_k(tid, listed, top, float(NEAREST));
-    const uint last = kept.hi;
-    kept = before;
+// Mirostat's k: from the exponent of Zipf's law that the nearest of `count` kept tokens follow.
+uint mirostat_k(uint tid, uint listed, float top, uint nearest, float scale, uint count) {
+    const uint many = min(count, NEAREST);
+    uint last = kept.hi;
+    if (many == NEAREST) last = select_distance(tid, listed, top, false, 0.0, float(NEAREST)).dist;
+    barrier();
     if (tid == 0u) near_count = 0u;
     barrier();
     for (uint i = tid; i < listed; i += WG_SIZE) {
@@ -155,30 +150,48 @@ uint mirostat_k(uint tid, uint listed, float top, uint nearest, float scale) {
     return uint(clamp(k, 1.0, float(p.vocab)));
 }
 
-float run_chain(uint tid, uint listed, float top, float target) {
+// What several samplers go by is called at one place for all of them: compilers put a function in wherever it is called, and one with
+// barriers is long.
+float run_chain(uint tid, uint listed, float top, float target, bool chained) {
     float scale = 1.0;
-    const uint count = uint(chain_word(CHAIN_COUNT));
+    const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
+    const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
+    const uint count = chained ? uint(chain_word(CHAIN_COUNT)) : 3u;
     for (uint i = 0u; i < count; i++) {
-        const int kind = int(chain_word(CHAIN_ORDER + i));
-        if (kind == TOP_K) {
-            keep_nearest_many(tid, listed, top, uint(loop_words[IN_LOOP(LOOP_TOP_K)]));
-            continue;
+        const int kind = chained ? int(chain_word(CHAIN_ORDER + i)) : i == 0u ? TOP_K : i == 1u ? TOP_P : MIN_P;
+        if (!chained) {
+            if (kind == TOP_K && (top_k <= 0 || uint(top_k) >= listed)) continue;
+            if (kind == TOP_P && top_p >= 1.0) continue;
+            if (kind == MIN_P) {
+                if (min_p > 0.0) keep_up_to(distance_limit(min_p));
+                continue;
+            }
         }
-        const uint nearest = nearest_of(tid, listed, top);
-        if (kind == TOP_P) {
-            const float top_p = max(intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), MIN_SHARE);
-            if (i == 0u)
-                keep_up_to(select_distance(tid, listed, top, true, 0.0, target).dist);
-            else
-                keep_up_to(nearest + select_share(tid, listed, top, nearest, scale, nearest, top_p));
-        } else if (kind == MIN_P) {
-            keep_up_to(nearest + steps_of(-log(intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)])) / scale));
-        } else if (kind == TYP_P) {
-            const Mass mass = mass_of(tid, listed, top, nearest, scale);
-            const uint centre = nearest + steps_of(mass.mean / scale);
-            const uint width = select_share(tid, listed, top, nearest, scale, centre, max(chain_word(CHAIN_TYP_P), MIN_SHARE));
-            kept.lo = max(kept.lo, centre - min(width, centre));
+        const float range = chain_word(CHAIN_RANGE);
+        if (kind == XTC) {
+            // A draw of its own: no token has this id.
+            const float chance = unit(uint(loop_words[IN_LOOP(LOOP_SEED)]), uint(pos[COLUMN]), ~0u);
+            if (chance > chain_word(CHAIN_XTC_P)) continue;
+        }
+        const uint nearest = chained ? nearest_of(tid, listed, top) : 0u;
+
+        Mass mass = Mass(0.0, 0.0, 0u);
+        if ((kind == TOP_K && chained) || kind == TYP_P || kind == XTC || (kind == TEMPERATURE && range > 0.0) || kind == MIROSTAT || kind == MIROSTAT_V2)
+            mass = mass_of(tid, listed, top, nearest, scale);
+
+        const bool whole = kind == TOP_P && i == 0u || !chained;    // of all tokens, listed or not
+        if ((kind == TOP_P && !whole) || kind == TYP_P) {
+            uint centre = nearest;
+            float share = top_p;
+            if (kind == TYP_P) {
+                centre += steps_of(mass.mean / scale);
+                share = chain_word(CHAIN_TYP_P);
+            }
+            const uint width = select_share(tid, listed, top, nearest, scale, centre, max(share, MIN_SHARE));
+            if (kind == TYP_P) kept.lo = max(kept.lo, centre - min(width, centre));
             keep_up_to(centre + width);
+        } else if (kind == MIN_P) {
+            keep_up_to(nearest + steps_of(-log(min_p) / scale));
         } else if (kind == TOP_N_SIGMA) {
             uvec2 sum = uvec2(0), squares = uvec2(0);
             uint tokens = 0u;
@@ -194,11 +207,7 @@ float run_chain(uint tid, uint listed, float top, float target) {
             const float variance = max(total_of(tid, squares) / n - mean * mean, 0.0);
             keep_up_to(nearest + steps_of(128.0 * chain_word(CHAIN_SIGMA) * sqrt(variance)));
         } else if (kind == XTC) {
-            // A draw of its own: no token has this id.
-            const float chance = unit(uint(loop_words[IN_LOOP(LOOP_SEED)]), uint(pos[COLUMN]), ~0u);
-            if (chance > chain_word(CHAIN_XTC_P)) continue;
-            const float sum = mass_of(tid, listed, top, nearest, scale).sum;
-            const float bound = -log(chain_word(CHAIN_XTC_T) * sum);
+            const float bound = -log(chain_word(CHAIN_XTC_T) * mass.sum);
             uint least = 0u;
             for (uint j = tid; j < listed; j += WG_SIZE) {
                 const uint id = listed_id(j), dist = listed_distance(id, top);
@@ -207,9 +216,7 @@ float run_chain(uint tid, uint listed, float top, float target) {
             kept.lo = max(kept.lo, wg_max(least));
         } else if (kind == TEMPERATURE) {
             float temp = chain_word(CHAIN_TEMP);
-            const float range = chain_word(CHAIN_RANGE);
             if (range > 0.0) {
-                const Mass mass = mass_of(tid, listed, top, nearest, scale);
                 const float least = max(temp - range, 0.0), most = temp + range;
                 const float spread = mass.count > 1u ? clamp((log(mass.sum) + mass.mean) / log(float(mass.count)), 0.0, 1.0) : 0.0;
                 temp = least + (most - least) * (spread > 0.0 ? pow(spread, chain_word(CHAIN_EXPONENT)) : 0.0);
@@ -218,12 +225,26 @@ float run_chain(uint tid, uint listed, float top, float target) {
                 scale /= temp;
             else
                 keep_up_to(nearest);
-        } else if (kind == MIROSTAT) {
-            keep_nearest_many(tid, listed, top, mirostat_k(tid, listed, top, nearest, scale));
         } else if (kind == MIROSTAT_V2) {
-            const float sum = mass_of(tid, listed, top, nearest, scale).sum;
-            keep_up_to(nearest + steps_of((chain_word(CHAIN_MU) * LN2 - log(sum)) / scale));
+            keep_up_to(nearest + steps_of((chain_word(CHAIN_MU) * LN2 - log(mass.sum)) / scale));
         }
+
+        const bool by_mass = kind == TOP_P;
+        float share = 0.0, goal = target;
+        if (by_mass) {
+            if (!whole) continue;
+            if (!chained && top_k > 0) share = max(top_p, MIN_SHARE);
+        } else {
+            if (kind != TOP_K && kind != MIROSTAT) continue;
+            const uint k = kind == MIROSTAT ? mirostat_k(tid, listed, top, nearest, scale, mass.count) : uint(top_k);
+            if (chained && k >= mass.count) continue;
+            goal = float(k);
+        }
+        const Selected found = select_distance(tid, listed, top, by_mass, share, goal);
+        if (by_mass)
+            keep_up_to(found.dist);
+        else
+            keep_selected(tid, listed, top, found);
     }
     return scale;
 }

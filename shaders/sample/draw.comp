@@ -100,9 +100,8 @@ Selected select_distance(uint tid, uint listed, float top, bool by_mass, float s
     return Selected(prefix, target);
 }
 
-// Keeps the k nearest of the kept tokens, which are more.
-void select_top_k(uint tid, uint listed, float top, float k) {
-    const Selected found = select_distance(tid, listed, top, false, 0.0, k);
+// Keeps the nearest of the kept tokens, as many as were counted to find the last one's distance.
+void keep_selected(uint tid, uint listed, float top, Selected found) {
     const bool tied = float(counts[found.dist & (BINS - 1u)]) > found.rest;
     barrier();
     const uint before = found.dist == kept.hi ? kept.last : ~0u;
@@ -147,25 +146,23 @@ void main() {
 
     const uint listed = scratch[IN_SCRATCH(SCRATCH_LISTED)];
     const float temp = intBitsToFloat(loop_words[IN_LOOP(LOOP_TEMP)]);
-    const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
-    const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
 #ifdef CHAIN
     const bool chained = chain_word(CHAIN_COUNT) > 0.0;
-    float scale = 1.0;
-    if (chained) scale = run_chain(tid, listed, top, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)]));
+    const float scale = run_chain(tid, listed, top, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)]), chained);
 #else
     const bool chained = false;
     const float scale = 1.0;
-#endif
-    if (!chained) {
-        if (top_k > 0 && uint(top_k) < listed) select_top_k(tid, listed, top, float(top_k));
-        if (top_p < 1.0) {
-            const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
-            const uint dist = select_distance(tid, listed, top, true, share, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)])).dist;
-            if (dist < kept.hi) kept = Kept(0u, dist, ~0u);
-        }
-        if (min_p > 0.0 && distance_limit(min_p) < kept.hi) kept = Kept(0u, distance_limit(min_p), ~0u);
+    const int top_k = loop_words[IN_LOOP(LOOP_TOP_K)];
+    const float top_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_TOP_P)]), min_p = intBitsToFloat(loop_words[IN_LOOP(LOOP_MIN_P)]);
+    if (top_k > 0 && uint(top_k) < listed)
+        keep_selected(tid, listed, top, select_distance(tid, listed, top, false, 0.0, float(top_k)));
+    if (top_p < 1.0) {
+        const float share = top_k > 0 ? max(top_p, MIN_SHARE) : 0.0;
+        const uint dist = select_distance(tid, listed, top, true, share, uintBitsToFloat(scratch[IN_SCRATCH(SCRATCH_TARGET)])).dist;
+        if (dist < kept.hi) kept = Kept(0u, dist, ~0u);
     }
+    if (min_p > 0.0 && distance_limit(min_p) < kept.hi) kept = Kept(0u, distance_limit(min_p), ~0u);
+#endif
 
     const uint seed = uint(loop_words[IN_LOOP(LOOP_SEED)]), at = uint(pos[COLUMN]);
     uvec2 best = NO_CANDIDATE;
