@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from make_gguf import llama_metadata, llama_tensors, write_gguf
 
 from vkback.gguf.file import GgufTensor
@@ -23,6 +24,31 @@ TINY = [name for name in ALL_TINY if ARCHITECTURES[SHAPES[name].arch].causal]
 """Shapes of models that make text."""
 ENCODERS = [name for name in ALL_TINY if name not in TINY]
 """Shapes of models that make vectors of texts alone."""
+
+
+OF_A_KIND = frozenset(
+    f"tiny-{name}"
+    for name in (
+        "llama",
+        "gpt-oss",
+        "gemma3",
+        "gemma4-ple",
+        "deepseek2",
+        "qwen3moe",
+        "lfm2",
+        "mamba2",
+        "falcon-h1",
+        "qwen35moe",
+        "phi3-long",
+    )
+)
+"""What models are built from, each at least once: attention with windows, sinks, a latent, layers that read others' rows, factors of RoPE;
+experts; recurrent states of each kind. test_references runs every model. What tests cross with all models, `make test` does with these."""
+
+
+def of_a_kind(names: Sequence[str]) -> list[Any]:
+    """Values of `parametrize`: those in OF_A_KIND, and the others marked `exhaustive`."""
+    return [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 UNIT = 32

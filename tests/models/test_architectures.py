@@ -579,25 +579,25 @@ def test_a_file_that_does_not_fit_is_refused(name: str, change: dict[str, Any], 
     [
         ("gpt2", "f32", None, 5 * 3 - 1),  # activations are spun on as floats, too
         ("gpt2", "q8_1", None, 5 * 3 - 1),
-        ("gemma3", "q8_1", None, 1),
-        ("deci", "q8_1", None, 1),
+        pytest.param("gemma3", "q8_1", None, 1, marks=pytest.mark.exhaustive),
+        pytest.param("deci", "q8_1", None, 1, marks=pytest.mark.exhaustive),
         ("granitehybrid", "f32", "gemv", 1),
         ("qwen35", "f32", None, 1),
         ("lfm2", "q8_1", "gemv", 1),
-        ("qwen35moe", "q8_1", "gemv", 1),
+        pytest.param("qwen35moe", "q8_1", "gemv", 1, marks=pytest.mark.exhaustive),
         # Sinks, windows, biases, and experts chosen by the router's product or by their own.
-        ("gpt-oss-MXFP4", "q8_1", "gemv", 1),
+        pytest.param("gpt-oss-MXFP4", "q8_1", "gemv", 1, marks=pytest.mark.exhaustive),
         ("gpt-oss-MXFP4", "q8_1", "experts", 1),
         # Sigmoids, a bias and groups in the router's product and in the experts'.
-        ("deepseek2-sigmoid", "q8_1", "gemv", 1),
+        pytest.param("deepseek2-sigmoid", "q8_1", "gemv", 1, marks=pytest.mark.exhaustive),
         ("deepseek2-sigmoid", "q8_1", "experts", 1),
         ("deepseek2", "f32", "gemv", 1),  # a head reads its own part of what attention makes
         # Rows of a layer that others read, too.
         ("gemma4-ple", "q8_1", "gemv", 1),
-        ("gemma3n", "q8_1", "gemv", 1),
+        pytest.param("gemma3n", "q8_1", "gemv", 1, marks=pytest.mark.exhaustive),
         ("gemma2", "q8_1", None, 5 * 5),
         # A softmax over all and a bias.
-        ("ernie4-5-moe", "q8_1", "gemv", 1),
+        pytest.param("ernie4-5-moe", "q8_1", "gemv", 1, marks=pytest.mark.exhaustive),
         ("ernie4-5-moe", "q8_1", "experts", 1),
     ],
     indirect=["barrier_free"],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tiny_models import TINY, tiny_in_whole_units
+from tiny_models import TINY, of_a_kind, tiny_in_whole_units
 
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
@@ -104,7 +104,7 @@ def bits_hold(batch: Batch, others: Sequence[Request]) -> None:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("shape", TINY)
+@pytest.mark.parametrize("shape", of_a_kind(TINY))
 def test_texts_of_every_architecture_are_those_of_each_alone(shape: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"
     synthesize(f"{shape}-Q8_0", path)

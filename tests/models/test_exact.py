@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_paths import planned_for
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 
 from vkback.api.model import LoadedModel
 from vkback.api.options import GenerateOptions
@@ -111,7 +111,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", [name for name in TINY if name not in VARIETIES])
+@pytest.mark.parametrize("name", of_a_kind([name for name in TINY if name not in VARIETIES]))
 def test_logits_do_not_depend_on_what_goes_with_a_token(name: str, paths: Callable[[str], Path], device: Device) -> None:
     """Tokens one at a time, two at a time with padding in the last two, and in other cuts after a state was restored."""
     with Engine.load(paths(name), device, n_ctx=N_CTX, progress=False, ubatch=2, exact=True) as engine:

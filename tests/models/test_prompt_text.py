@@ -18,7 +18,7 @@ PROMPT, ON_A_CPU, STEPS = 2000, 1100, 24
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("kernel", ["f32", "coop_mat", "int_dot"])
+@pytest.mark.parametrize("kernel", ["f32", "coop_mat", pytest.param("int_dot", marks=pytest.mark.exhaustive)])
 def test_text_after_a_long_prompt(kernel: GemmKernel, tmp_path: Path, device: Device) -> None:
     """A model with windows, sinks and experts, in weights of eight and four bits."""
     skip_without(kernel, device.caps)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
@@ -150,6 +150,7 @@ def test_prompt_and_decode_on_a_device(
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("name", of_a_kind(TINY))
 @pytest.mark.parametrize(("act", "bound"), [("f32", FLOAT_NMSE), ("q8_1", INT_DOT_NMSE)])
 def test_greedy_tokens_on_a_device(
     name: str, act: str, bound: float, stored: Callable[[str], Stored], engines: Callable[..., Engine]
@@ -183,7 +184,7 @@ def test_references_say_the_same_today(name: str, stored: Callable[[str], Stored
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", of_a_kind(TINY))
 def test_a_state_saved_in_the_middle_of_a_text_gives_the_rest_bit_for_bit(
     name: str, stored: Callable[[str], Stored], engines: Callable[..., Engine], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ def always_shared(
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("parallel", [1, 4])
+@pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 def test_a_request_that_runs_alone_drafts(parallel: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "of_seconds", lambda plain, by_class: StepTimes(dict.fromkeys(by_class, 1.2)))  # on a busy machine, too
     served = Served(device, Limits(), parallel=parallel, n_ctx=384, drafts=Drafts(3))

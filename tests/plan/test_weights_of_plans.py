@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from kernel_paths import planned_for
-from tiny_models import ENCODERS, TINY
+from tiny_models import ENCODERS, TINY, of_a_kind
 
 from vkback.graph import Node, Tensor
 from vkback.models import Model
@@ -32,7 +32,7 @@ def weights(model: Model, ctx: LowerContext, n: int, head: Head) -> set[tuple[st
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("profile", PROFILES)
-@pytest.mark.parametrize("shape", TINY)
+@pytest.mark.parametrize("shape", of_a_kind(TINY))
 def test_programs_of_any_size_use_the_weights_that_are_loaded(shape: str, profile: str, exact: bool) -> None:
     model, ctx = Model.of(outline(f"{shape}-Q8_0")), planned_for(profile)
     ctx = exact_context(ctx) if exact else ctx
