@@ -46,9 +46,9 @@ OF_A_KIND = frozenset(
 experts; recurrent states of each kind. test_references runs every model. What tests cross with all models, `make test` does with these."""
 
 
-def of_a_kind(names: Sequence[str]) -> list[Any]:
-    """Values of `parametrize`: those in OF_A_KIND, and the others marked `exhaustive`."""
-    return [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+def of_a_kind(names: Sequence[str], few: Collection[str] = OF_A_KIND) -> list[Any]:
+    """Values of `parametrize`: those among the few, and the others marked `exhaustive`."""
+    return [name if name in few else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
 UNIT = 32

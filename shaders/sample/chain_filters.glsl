@@ -117,7 +117,6 @@ uint mirostat_k(uint tid, uint listed, float top, uint nearest, float scale, uin
     const uint many = min(count, NEAREST);
     uint last = kept.hi;
     if (many == NEAREST) last = select_distance(tid, listed, top, false, 0.0, float(NEAREST)).dist;
-    barrier();
     if (tid == 0u) near_count = 0u;
     barrier();
     for (uint i = tid; i < listed; i += WG_SIZE) {
@@ -173,13 +172,14 @@ float run_chain(uint tid, uint listed, float top, float target, bool chained) {
             const float chance = unit(uint(loop_words[IN_LOOP(LOOP_SEED)]), uint(pos[COLUMN]), ~0u);
             if (chance > chain_word(CHAIN_XTC_P)) continue;
         }
-        const uint nearest = chained ? nearest_of(tid, listed, top) : 0u;
+        const uint nearest = chained && kind != TOP_K ? nearest_of(tid, listed, top) : kept.lo;
 
         Mass mass = Mass(0.0, 0.0, 0u);
-        if ((kind == TOP_K && chained) || kind == TYP_P || kind == XTC || (kind == TEMPERATURE && range > 0.0) || kind == MIROSTAT || kind == MIROSTAT_V2)
+        if ((kind == TOP_K && chained) || kind == TYP_P || kind == XTC || (kind == TEMPERATURE && range > 0.0) || kind == MIROSTAT ||
+            kind == MIROSTAT_V2)
             mass = mass_of(tid, listed, top, nearest, scale);
 
-        const bool whole = kind == TOP_P && i == 0u || !chained;    // of all tokens, listed or not
+        const bool whole = kind == TOP_P && (i == 0u || !chained);    // of all tokens, listed or not
         if ((kind == TOP_P && !whole) || kind == TYP_P) {
             uint centre = nearest;
             float share = top_p;
@@ -229,19 +229,17 @@ float run_chain(uint tid, uint listed, float top, float target, bool chained) {
             keep_up_to(nearest + steps_of((chain_word(CHAIN_MU) * LN2 - log(mass.sum)) / scale));
         }
 
-        const bool by_mass = kind == TOP_P;
+        if (!whole && kind != TOP_K && kind != MIROSTAT) continue;
         float share = 0.0, goal = target;
-        if (by_mass) {
-            if (!whole) continue;
+        if (whole) {
             if (!chained && top_k > 0) share = max(top_p, MIN_SHARE);
         } else {
-            if (kind != TOP_K && kind != MIROSTAT) continue;
             const uint k = kind == MIROSTAT ? mirostat_k(tid, listed, top, nearest, scale, mass.count) : uint(top_k);
             if (chained && k >= mass.count) continue;
             goal = float(k);
         }
-        const Selected found = select_distance(tid, listed, top, by_mass, share, goal);
-        if (by_mass)
+        const Selected found = select_distance(tid, listed, top, whole, share, goal);
+        if (whole)
             keep_up_to(found.dist);
         else
             keep_selected(tid, listed, top, found);

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from kernel_paths import planned_for, with_params
+from tiny_models import of_a_kind
 from typer.testing import CliRunner
 
 from vkback.cli import main as cli
@@ -95,9 +96,7 @@ def refused(constant: str) -> None:
 PRODUCTS = tuple(f"MUL_MAT(type_a=q4_K,m=4096,n={n},k=14336)" for n in (1, 512))
 
 
-@pytest.mark.parametrize(
-    "profile", [p if i % 3 == 0 else pytest.param(p, marks=pytest.mark.exhaustive) for i, p in enumerate(profile_ids())]
-)
+@pytest.mark.parametrize("profile", of_a_kind(profile_ids(), profile_ids()[::3]))
 def test_every_recorded_device_is_explained_and_planned_as_json(profile: str) -> None:
     """The limits of 13 of them change a shape, which JSON tells in words."""
     caps = Capabilities.from_profile(profile)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 
 import vkback
 from vkback.api import GenerateOptions
@@ -407,7 +407,7 @@ MARGIN = 2e-3
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("shape", [s if s in OF_A_KIND else pytest.param(s, marks=pytest.mark.exhaustive) for s in TINY])
+@pytest.mark.parametrize("shape", of_a_kind(TINY, OF_A_KIND))
 def test_drafts_of_every_architecture(shape: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"
     synthesize(f"{shape}-Q8_0", path)

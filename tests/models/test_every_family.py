@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import TINY, tiny_in_whole_units
+from tiny_models import TINY, of_a_kind, tiny_in_whole_units
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
@@ -31,7 +31,7 @@ FLOAT_NMSE = 1e-6
 OF_A_KIND = ("tiny-qwen35moe", "tiny-gemma4-ple", "tiny-lfm2")
 """A delta net and gates, layers that read others' rows, a short convolution; the others cross these."""
 
-ALL = [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY]
+ALL = of_a_kind(TINY, OF_A_KIND)
 
 
 def by_pieces(engine: Engine) -> np.ndarray:

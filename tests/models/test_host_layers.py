@@ -18,7 +18,7 @@ from model_files import hollow
 from test_host_memory import what_it_makes
 from test_lora import several
 from test_split import OPTIONS
-from tiny_models import TINY, tiny, with_mtp_block
+from tiny_models import TINY, of_a_kind, tiny, with_mtp_block
 from typer.testing import CliRunner
 
 import vkback
@@ -54,7 +54,7 @@ HOW: dict[str, Any] = {"ctx": 64, "ubatch": 16, "act": "f32"}
 OF_A_KIND = ("tiny-llama", "tiny-gemma3", "tiny-deepseek2", "tiny-qwen35")
 """Dense; windows and an embedding that is the output weight; a latent (MLA); recurrent states."""
 
-ALL = [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY]
+ALL = of_a_kind(TINY, OF_A_KIND)
 
 LAYER = re.compile(r"blk\.(\d+)\.")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cli_kit import call
 from test_server import Served
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 from typer.testing import CliRunner
 
 import vkback
@@ -189,7 +189,7 @@ def test_a_host_without_memory_refuses_before_anything_is_taken(qwen3moe: Path, 
 FEW = ("tiny-qwen3moe", "tiny-gpt-oss", "tiny-qwen35moe")
 """Plain experts, experts with biases, a shared expert beside them and recurrent states."""
 
-WITH_EXPERTS = [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY if SHAPES[name].n_expert]
+WITH_EXPERTS = of_a_kind([name for name in TINY if SHAPES[name].n_expert], FEW)
 
 
 @pytest.mark.vulkan

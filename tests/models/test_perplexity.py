@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_batch import MARGIN
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 
 import vkback
 from vkback.device import Device
@@ -29,7 +29,7 @@ def chunks_of(vocab: int) -> list[list[int]]:
 
 
 @pytest.mark.vulkan
-@pytest.mark.parametrize("shape", [s if s in QUICK else pytest.param(s, marks=pytest.mark.exhaustive) for s in TINY])
+@pytest.mark.parametrize("shape", of_a_kind(TINY, QUICK))
 def test_logits_side_by_side_are_those_of_each_text_alone(shape: str, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "model.gguf"
     synthesize(f"{shape}-Q8_0", path)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from device_kit import driver_of, lose
 from processes import run_program
-from tiny_models import TINY
+from tiny_models import TINY, of_a_kind
 
 import vkback
 from vkback.api import GenerateOptions
@@ -37,7 +37,7 @@ OF_A_KIND = ("tiny-llama", "tiny-gpt-oss", "tiny-gemma3", "tiny-gemma4-ple", "ti
 UNCUT = ("tiny-gemma3n",)
 """Four streams that all layers have, and values for all of them: no one row crosses."""
 
-ALL = [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TINY if name not in UNCUT]
+ALL = of_a_kind([name for name in TINY if name not in UNCUT], OF_A_KIND)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 from kernel_paths import planned_for, with_params
 from shapes import product
+from tiny_models import of_a_kind
 
 from vkback.autotune.problem import LinearProblem
 from vkback.device import Capabilities, profile_ids
@@ -102,9 +103,7 @@ def in_the_way(node: Node, ctx: LowerContext) -> bool:
     return normed or (product.n_expert > 0 and ctx.caps.max_storage_buffer_range < 1 << 28)
 
 
-@pytest.mark.parametrize(
-    "profile", [p if i % 3 == 0 else pytest.param(p, marks=pytest.mark.exhaustive) for i, p in enumerate(profile_ids())]
-)
+@pytest.mark.parametrize("profile", of_a_kind(profile_ids(), profile_ids()[::3]))
 def test_every_case_keeps_to_the_limits_of_every_device(profile: str) -> None:
     ctx = planned_for(profile)
     if ctx.caps.max_storage_bindings == UNKNOWN_BINDINGS:
