@@ -189,8 +189,9 @@ class SampleDrafts(Op):
     def full_cases(self) -> Iterator[Case]:
         for vocab, n, greedy, kind, penalized in product((31, 5003, 32000), (1, 2, 5, 16, 32), (True, False), KINDS, (False, True)):
             yield self.build_case(vocab, n, greedy, kind, penalized=penalized, seed=n)
+        # Of 5003 tokens the least likely that top-p keeps has a p below what a choice must be clear by.
         for chain in PLAIN_CHAINS:
-            yield self.build_case(5003, 5, False, "some", chain=chain)
+            yield self.build_case(1000, 5, False, "some", chain=chain)
 
     def perf_cases(self) -> Iterator[Case]:
         for greedy, n in product((True, False), (16, 8, 4)):
