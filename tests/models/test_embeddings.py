@@ -34,6 +34,9 @@ Tiny = Callable[[str], Path]
 RNG = np.random.default_rng(3)
 IDS = [[int(t) for t in RNG.integers(5, 331, n)] for n in (40, 1, 7, 64, 90, 3, 3)]
 WORDS = ["hello there", "the world", "a b c d", "hello there"]
+ALONE_NMSE = 1e-5
+"""Between a text alone and beside others: it takes a program of fewer tokens, whose products may round otherwise. On a GPU with matrices of
+F16 it was 3e-7."""
 
 
 def test_what_a_token_sees() -> None:
@@ -112,9 +115,9 @@ def test_embed_in_python(tiny: Tiny, device: Device) -> None:
         assert rows.shape == (4, 96) == (4, model.embedding_width) and rows.dtype == np.float32
         np.testing.assert_allclose((rows**2).sum(axis=1), 1.0, rtol=1e-6)
         assert rows[0] @ rows[3] > 0.99999 and abs(rows[0] @ rows[1]) < 0.999
-        np.testing.assert_allclose(model.embed(WORDS[1]), rows[1], atol=1e-5)
+        assert nmse(model.embed(WORDS[1]), rows[1]) < ALONE_NMSE
         raw = model.embed(np.array(model.tokenizer.encode(WORDS[0])), normalize=False)
-        np.testing.assert_allclose(raw / np.linalg.norm(raw), rows[0], atol=1e-5)
+        assert nmse(raw / np.linalg.norm(raw), rows[0]) < ALONE_NMSE
         assert model.embed([]).shape == (0, 96)
         assert model.embed_tokens("hello there").shape == (len(model.tokenizer.encode("hello there")), 96)
         assert model.embed([""]).shape == (1, 96), "BERT puts tokens around any text"
@@ -212,13 +215,14 @@ def test_embeddings_of_the_server(bert: Served) -> None:
     assert (body["object"], body["model"]) == ("list", bert.worker.model_name)
     assert body["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
     assert body["data"][0]["object"] == "embedding" and body["data"][0]["index"] == 0
-    np.testing.assert_allclose(body["data"][0]["embedding"], rows[0], atol=1e-5)
+    alone = np.array(body["data"][0]["embedding"])
+    assert nmse(alone, rows[0]) < ALONE_NMSE
     for given in (ids, [ids]):
-        np.testing.assert_allclose(of_reply(bert.post("/embeddings", input=given))[0], rows[0], atol=1e-5)
+        np.testing.assert_allclose(of_reply(bert.post("/embeddings", input=given))[0], alone, atol=1e-5)
     text = bert.post("/v1/embeddings", input="hello there", encoding_format="base64").json()["data"][0]["embedding"]
-    np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), rows[0], atol=1e-5)
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), alone, atol=1e-5)
     cut = of_reply(bert.post("/v1/embeddings", input="hello there", dimensions=16))[0]
-    np.testing.assert_allclose(cut, rows[0, :16] / np.linalg.norm(rows[0, :16]), atol=1e-5)
+    np.testing.assert_allclose(cut, alone[:16] / np.linalg.norm(alone[:16]), atol=1e-5)
 
 
 @pytest.mark.vulkan
