@@ -35,7 +35,7 @@ ENTRY = 1.1
 KEPT_SHARE = 0.9
 """Of the weight of a step's drafts when the next one is counted."""
 
-LOSS, LOSS_SHARE = 4.0, 0.01
+LOSS, LOSS_SHARE = 3.0, 0.01
 """Most that drafts may cost a text: tokens' time, and share of it. What is lost before a text is known to go another way is within."""
 
 PAUSE, LONGEST_PAUSE = 16, 64
@@ -243,6 +243,7 @@ class Pace:
         self._most_steps = steps_at_once(at_once)
         self._saved = 0.0  # time of a token, so often
         self._failed = self._pause = self._paused_to = 0
+        self._proven = False  # a draft of the latest step that had any was right
         self._recent: deque[float] = deque(maxlen=WINDOW)  # tokens of a step with drafts, by submit
         self.made = 0
         self.flying: deque[Submitted] = deque()
@@ -264,6 +265,7 @@ class Pace:
 
     def _note(self, *, right: bool) -> None:
         """Of a submit with drafts: whether any was right."""
+        self._proven = right
         if right:
             self._failed = self._pause = self._paused_to = 0
             return
@@ -311,13 +313,14 @@ class Pace:
         return sum(self._recent) / len(self._recent) if self._recent else 1.0
 
     def _best(self, times: StepTimes) -> int:
-        """Columns of the step that makes the most tokens in its time."""
+        """Columns of the step that makes the most tokens in its time; of the narrowest that pays, until a draft was right."""
         if self._drafts is None or self.probe is None or len(self.probe.hits) < ENOUGH or self._saved < -(LOSS + LOSS_SHARE * self.made):
             return 1
         hits = list(self.probe.hits)
         gains = {c: tokens_per_step(hits, min(c, self._drafts.most + 1)) / times.of[c] for c in self._drafts.classes if c in times.of}
-        best = max(gains, key=lambda c: gains[c], default=1)
-        return best if best in gains and gains[best] > (1.0 if self._columns > 1 else ENTRY) else 1
+        enough = 1.0 if self._columns > 1 else ENTRY
+        pay = {c: gain for c, gain in gains.items() if gain > enough}
+        return max(pay, key=lambda c: pay[c] if self._proven else -c, default=1)
 
 
 LONGEST_REST = 31
