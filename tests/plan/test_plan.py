@@ -24,7 +24,7 @@ from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import PlanError
 from vkback.ops.storage import nbytes
 from vkback.plan.planner import plan
-from vkback.plan.schedule import Schedule, allocate, into_stages
+from vkback.plan.schedule import Schedule, allocate, into_stages, with_side_results_late
 from vkback.plan.sync import ARRIVALS, STATE
 from vkback.shader import ShaderLibrary, Variant
 
@@ -266,6 +266,29 @@ def test_stages_keep_the_order_of_everything_that_touches(seed: int) -> None:
     for d in dispatches:
         before = [e for e in dispatches[: dispatches.index(d)] if conflict(e, d)]
         assert stage_of[id(d)] == max((stage_of[id(e)] + 1 for e in before), default=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_leads_to_no_output_runs_as_late_as_it_may(seed: int) -> None:
+    dispatches = list(random_dispatches(np.random.default_rng(seed), 40))
+    stages = into_stages(dispatches)
+    late = with_side_results_late(stages, ["t0"])
+    before, after = ({id(d): i for i, stage in enumerate(s) for d in stage} for s in (stages, late))
+    assert len(stages) == len(late) and before.keys() == after.keys()
+    for a, b in combinations(dispatches, 2):
+        if conflict(a, b):
+            assert after[id(a)] < after[id(b)]
+    wanted, needed = {"t0"}, set()
+    for d in (d for stage in reversed(stages) for d in stage):
+        if any(name in wanted for name, _ in d.writes):
+            needed.add(id(d))
+            wanted |= {name for name, _ in d.reads}
+    for i, d in enumerate(dispatches):
+        if id(d) in needed:
+            assert after[id(d)] == before[id(d)]
+        else:
+            behind = [after[id(e)] for e in dispatches[i + 1 :] if conflict(d, e)]
+            assert after[id(d)] == min(behind, default=len(stages)) - 1
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -185,7 +185,10 @@ def _cpy(node: Node, values: Mapping[str, Array], build: Building) -> Handle:
 
 
 def _concat(node: Node, values: Mapping[str, Array], build: Building) -> Handle:
-    return build.op("concat", *inputs(node, values, build), len(node.inputs[0].shape) - 1 - int(node.params["axis"]))
+    x, *others = inputs(node, values, build)
+    for other in others:
+        x = build.op("concat", x, other, len(node.inputs[0].shape) - 1 - int(node.params["axis"]))
+    return x
 
 
 def _repeat(node: Node, values: Mapping[str, Array], build: Building) -> Handle:

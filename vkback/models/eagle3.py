@@ -96,9 +96,7 @@ class Eagle3Head:
 
         inputs  of `layers`, [n, n_embd] each
         """
-        x = inputs[0]
-        for i, more in enumerate(inputs[1:], 1):
-            x = b.graph.emit("CONCAT", f"eagle_inputs-{i}", "F32", (b.n, x.shape[1] + more.shape[1]), (x, more), axis=1)
+        x = b.graph.emit("CONCAT", "eagle_inputs", "F32", (b.n, sum(t.shape[1] for t in inputs)), tuple(inputs), axis=1)
         m = self._builder(b)
         if self.norm_before_fc:
             x = rms_norm(m, x, named("enc.output_norm", self.il), "eagle_inputs_norm", plain="eagle_inputs_rms")

@@ -18,7 +18,7 @@ from vkback.plan.passes.fuse import fuse
 from vkback.plan.passes.heads import store_by_products
 from vkback.plan.passes.pack import pack_activations
 from vkback.plan.passes.training import fuse_training, without_repeats
-from vkback.plan.schedule import Schedule, Slot, allocate, allocate_unaliased, in_one_block, into_stages
+from vkback.plan.schedule import Schedule, Slot, allocate, allocate_unaliased, in_one_block, into_stages, with_side_results_late
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
@@ -50,7 +50,9 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     spins = ctx.sync == "sentinel"
     schedule = Schedule(into_stages(dispatches, ahead=ahead, given=crossing if spins else ()))
     if spins:
-        schedule = without_barriers(schedule, ctx.caps.max_storage_bindings, crossing)
+        late = with_side_results_late(schedule.stages, [t.name for t in graph.outputs])
+        tried = [without_barriers(Schedule(stages), ctx.caps.max_storage_bindings, crossing) for stages in (schedule.stages, late)]
+        schedule = max(tried, key=lambda s: len(s.barrier_free))
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)
     block = ctx.caps.largest_buffer

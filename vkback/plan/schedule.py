@@ -111,6 +111,56 @@ def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None, giv
     return stages
 
 
+class _Touching:
+    """The first stage, of those from some stage on, that touches each part of each tensor."""
+
+    def __init__(self) -> None:
+        self._stage: dict[str, dict[str, int]] = {}
+
+    def first(self, name: str, part: str, otherwise: int) -> int:
+        """First stage that touches anything overlapping this part."""
+        parts = self._stage.get(name, {})
+        return min((stage for other, stage in parts.items() if overlap(part, other)), default=otherwise)
+
+    def touch(self, name: str, part: str, stage: int) -> None:
+        parts = self._stage.setdefault(name, {})
+        parts[part] = min(parts.get(part, stage), stage)
+
+
+def _needed(stages: Sequence[Sequence[Dispatch]], outputs: Collection[str]) -> set[int]:
+    """Ids of dispatches that an output depends on, or an input or a weight that is written in place."""
+    wanted, found = {*outputs}, set[int]()
+    for d in (d for stage in reversed(stages) for d in stage):
+        if any("w" in a.access and (a.tensor.name in wanted or a.tensor.kind in ("input", "weight")) for a in d.args):
+            found.add(id(d))
+            wanted |= {name for name, _ in d.reads}
+    return found
+
+
+def with_side_results_late(stages: Sequence[Sequence[Dispatch]], outputs: Collection[str]) -> list[list[Dispatch]]:
+    """The stages with all that leads to states alone, as the caches of an EAGLE-3 head, as late as it may run: then it is in few stages,
+    and next to each other. outputs: names of the graph's. Where all leads to states, as in a prompt without logits, nothing moves."""
+    needed, end = _needed(stages, outputs), len(stages)
+    if not needed:
+        return [[*stage] for stage in stages]
+    written, read = _Touching(), _Touching()
+    found: list[list[Dispatch]] = [[] for _ in stages]
+    for i in reversed(range(end)):
+        for d in stages[i]:
+            level = i
+            if id(d) not in needed:
+                after = [written.first(*r, end) for r in d.reads]
+                after += [min(written.first(*w, end), read.first(*w, end)) for w in d.writes]
+                level = min(after, default=end) - 1
+            for r in d.reads:
+                read.touch(*r, level)
+            for w in d.writes:
+                written.touch(*w, level)
+            found[level].append(d)
+    order = {id(d): n for n, d in enumerate(d for stage in stages for d in stage)}
+    return [sorted(stage, key=lambda d: order[id(d)]) for stage in found]
+
+
 def in_one_block(offset: int, size: int, block: int) -> int:
     """The first offset from `offset` on at which so many bytes fit in one block; tensors larger than a block begin with one."""
     return offset if offset // block == (offset + size - 1) // block else ceil_div(offset, block) * block
