@@ -7,10 +7,14 @@
 //
 // One thread per pair.
 //
-// Defines: WG_SIZE, FACTORS, those of rope/rope.glsl
+// Defines: WG_SIZE, FACTORS, PREVIOUS (1: of the position before each, as copy/previous.comp has it), those of rope/rope.glsl
 #include "rope/rope.glsl"
 
 layout(local_size_x = WG_SIZE) in;
+
+#ifndef PREVIOUS
+#define PREVIOUS 0
+#endif
 
 layout(push_constant) uniform Push { uint count; } p;    // tokens * ROPE_PAIRS
 
@@ -24,9 +28,13 @@ void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     if (i >= p.count) return;
     const uint pair = i % ROPE_PAIRS;
+    int position = pos[i / ROPE_PAIRS];
+#if PREVIOUS
+    position = max(position, 0) - 1;
+#endif
 #if FACTORS
-    angles[i] = rope_angle(pair, pos[i / ROPE_PAIRS], factors[pair]);
+    angles[i] = rope_angle(pair, position, factors[pair]);
 #else
-    angles[i] = rope_angle(pair, pos[i / ROPE_PAIRS]);
+    angles[i] = rope_angle(pair, position);
 #endif
 }

@@ -5,8 +5,12 @@
 //   binding 1  pos I32 [tokens]; a position outside 0 .. n_ctx - 1 stores nothing
 //   binding 2  cache F16, or F32 if TO_F16 is 0 [heads, n_ctx, head_dim]
 //
-// One thread per two neighbouring values.
+// One thread per two neighbouring values. Every workgroup waits for some of x.
+#include "common/sentinel.glsl"
+
 layout(local_size_x = WG_SIZE) in;
+
+#include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
     uint tokens;
@@ -17,10 +21,10 @@ layout(push_constant) uniform Push {
 
 #if FROM_F16
 layout(std430, set = 0, binding = 0) readonly buffer InX { uint x[]; };
-#define LOAD(i) unpackHalf2x16(x[i])
+#define LOAD(v, i) v = unpackHalf2x16(x[i]);
 #else
-layout(std430, set = 0, binding = 0) readonly buffer InX { vec2 x[]; };
-#define LOAD(i) x[i]
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InX { vec2 x[]; };
+#define LOAD(v, i) SPIN_UNTIL(v = x[i], arrived(v))
 #endif
 layout(std430, set = 0, binding = 1) readonly buffer InPos { int pos[]; };
 #if TO_F16
@@ -37,12 +41,15 @@ layout(std430, set = 0, binding = 2) writeonly buffer Cache { vec2 cache[]; };
 #endif
 
 void main() {
-    const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
+    const uint values = p.tokens * p.heads * p.half_dim, i = min(index, values - 1u);
+    vec2 v;
+    LOAD(v, i)
     const uint row = i / p.half_dim;
     const uint token = row / p.heads;
-    if (token >= p.tokens) return;
     const int position = pos[token];
-    if (position < 0 || uint(position) >= p.n_ctx) return;
     const uint head = row - token * p.heads;
-    cache[(head * p.n_ctx + uint(position)) * p.half_dim + (i - row * p.half_dim)] = STORED(LOAD(i));
+    if (index < values && position >= 0 && uint(position) < p.n_ctx)
+        cache[(head * p.n_ctx + uint(position)) * p.half_dim + (i - row * p.half_dim)] = STORED(v);
+    arrive();
 }

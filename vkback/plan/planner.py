@@ -57,7 +57,7 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
         check_limits(dispatch, ctx.caps)
     block = ctx.caps.largest_buffer
     own = schedule.sentinel_tensors | schedule.counted_tensors
-    slots, size = allocate(schedule.stages, [t.name for t in graph.outputs], own, block)
+    slots, size = allocate(schedule.stages, [t.name for t in graph.outputs], own, block, schedule.barrier_free)
     counted, size, _ = _unaliased_in_a_block(schedule, schedule.counted_tensors, size, block)
     spun_on, end, first = _unaliased_in_a_block(schedule, schedule.sentinel_tensors, size, block)
     return dataclasses.replace(

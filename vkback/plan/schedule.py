@@ -167,13 +167,19 @@ def in_one_block(offset: int, size: int, block: int) -> int:
 
 
 def allocate(
-    stages: Sequence[Sequence[Dispatch]], keep: Iterable[str] = (), elsewhere: frozenset[str] = frozenset(), block: int = 1 << 62
+    stages: Sequence[Sequence[Dispatch]],
+    keep: Iterable[str] = (),
+    elsewhere: frozenset[str] = frozenset(),
+    block: int = 1 << 62,
+    barrier_free: Collection[int] = (),
 ) -> tuple[dict[str, Slot], int]:
-    """Offsets for all tensors of kind "node": memory is reused once the last stage that touches its tensor has passed.
+    """Offsets for all tensors of kind "node": memory is reused once the last stage that touches its tensor has passed, that is, behind the
+    next barrier.
 
     keep   names of tensors that must survive to the end (graph outputs)
     elsewhere  names of tensors with memory of their own
     block  bytes of a block; no tensor crosses blocks
+    barrier_free  numbers of stages that have no barrier before them: those of a branch may still run beside later ones of another
     Returns the slots and the arena's size. First fit over the free gaps, largest tensors of a stage first.
     """
     first: dict[str, int] = {}
@@ -188,6 +194,9 @@ def allocate(
                 first.setdefault(name, i)
                 last[name] = i
                 sizes[name] = max(sizes.get(name, 0), aligned(nbytes(a.tensor)))
+    for name in last:
+        while last[name] + 1 in barrier_free:
+            last[name] += 1
     # Outputs live beyond the last stage, so that nothing takes their memory.
     for name in keep:
         if name in last:

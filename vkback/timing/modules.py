@@ -94,6 +94,10 @@ class Share:
     matrix: str = ""
 
 
+OF_VECTORS = frozenset({"RMS_NORM", "RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "RMS_NORM_PAIR", "NORM", "NORM_MUL_ADD", "PACK_F16", "MUL"})
+"""Ops that count for the module of their weight, which is a vector."""
+
+
 def shares(d: Dispatch, sizes: Mapping[str, int]) -> tuple[list[Share], list[str]]:
     """Modules that a kernel counts for, with parts that sum to 1, and tensors that are fused into them. sizes: of the file's tensors."""
     if d.op in ("SAMPLE", "SAMPLE_COLUMNS") or d.label in ("loop", "tokens"):
@@ -110,7 +114,7 @@ def shares(d: Dispatch, sizes: Mapping[str, int]) -> tuple[list[Share], list[str
     base = label_parts(d.label)[0]
     if base.startswith("result") and "token_embd.weight" in matrices:  # tied: the embedding is the output's matrix
         return [Share(("output",), 1.0, "token_embd.weight")], vectors
-    if not matrices and d.op in ("RMS_NORM", "RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM", "NORM_MUL_ADD", "PACK_F16", "MUL") and vectors:
+    if not matrices and d.op in OF_VECTORS and vectors:
         return [Share(weight_path(vectors[0]), 1.0)], vectors[1:]
     if not matrices:
         return [Share(node_path(d.label), 1.0)], vectors

@@ -18,7 +18,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import set_rows as strided_rows
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, rounded_to, views_of
 from vkback.ops.ggml_words import one_of_types, sized, type_word
@@ -31,6 +31,9 @@ from vkback.ops.view import View
 from vkback.ops.workgroup import Defines
 
 declare("rows", match={"k": "number", "n": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
+
+FEW = 64
+"""Tokens up to which a store of rows can spin-wait: what makes more of them has barriers."""
 
 F16_TOLERANCE = Tolerance(5e-7, 3e-3, "stored as f16; Vulkan lets packHalf2x16 round either way: errors up to 2^-10, NMSE 2^-20 / 3")
 
@@ -127,23 +130,25 @@ class SetRows(Op):
         words = x.elements // 2
         choice = ctx.tuning.pick("rows", k=dim, n=n * heads)
         defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(cache.type == "F16")}
-        return [
-            by_threads(
-                node,
-                ctx,
-                "rows/set_rows.comp",
-                (Arg(x), Arg(pos), Arg(cache, "w")),
-                (n, heads, dim // 2, n_ctx),
-                words,
-                defines,
-                choice=choice,
-                moved=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
-            )
-        ]
+        d = by_threads(
+            node,
+            ctx,
+            "rows/set_rows.comp",
+            (Arg(x), Arg(pos), Arg(cache, "w")),
+            (n, heads, dim // 2, n_ctx),
+            words,
+            defines,
+            choice=choice,
+            moved=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
+        )
+        waits = SpinWaits(also_part=(x.name,), arrives=prod(d.groups))
+        return [dataclasses.replace(d, waits=waits) if x.type == "F32" and n <= FEW else d]  # words of F16 may be SENTINEL
 
     def cases(self) -> Iterator[Case]:
         for n, heads, dim, pos in ((1, 8, 128, (5,)), (3, 2, 64, (0, 7, 3)), (4, 1, 6, (15, -1, 2, 16)), (2, 3, 80, (-1, -1))):
             yield self.build_case((n, heads, dim), pos)
+        for kind in ("F16", "F32"):
+            yield self.build_case((4, 1, 6), (15, -1, 2, 16), "F32", kind).where(sync="sentinel")
         for types in (("F32", "F32"), ("F16", "F16"), ("F16", "F32")):
             yield self.build_case((4, 2, 6), (15, -1, 2, 16), *types)
         for kind in QUANTIZED:

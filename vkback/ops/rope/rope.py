@@ -232,7 +232,7 @@ def rotation_tolerance(*, factors: bool) -> Tolerance:
 @register
 class RopeAngles(Op):
     """ROPE_ANGLES(pos I32 [n] [, factors F32 [n_dims / 2]]) -> F32 [n, n_dims / 2, 2]: cosine and sine by which ROPE with the same params
-    rotates each pair of dimensions, times its magnitude."""
+    rotates each pair of dimensions, times its magnitude. params: those of ROPE; previous: of PREVIOUS of the positions."""
 
     name = "ROPE_ANGLES"
     extra_keys = FREQUENCY
@@ -244,6 +244,7 @@ class RopeAngles(Op):
 
     def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
         pos, *factors = inputs
+        pos = OPS["PREVIOUS"].reference([pos], {})[0] if params.get("previous") else pos
         rotated, magnitude = reference_angles(pos, factors[0] if factors else None, params)
         return [magnitude * np.stack([np.cos(rotated), np.sin(rotated)], -1)]
 
@@ -254,6 +255,7 @@ class RopeAngles(Op):
         count = out.elements // 2
         wg = workgroup_size(ctx.caps, 32)
         defines: dict[str, str | int] = {"WG_SIZE": wg, "FACTORS": len(factors), **rope_angles.defines(node.params)}
+        defines |= {"PREVIOUS": 1} if node.params.get("previous") else {}
         return [
             Dispatch(
                 Variant.of("rope/angles.comp", defines),
@@ -273,15 +275,17 @@ class RopeAngles(Op):
         yield self.build_case((0, 1, 4095), 128)
         yield self.build_case((131072,), 64, ff=True)
         yield self.build_case((7, -1), 96, **yarn)
+        yield self.build_case((7, 0, -1), 64, previous=True)
 
     def full_cases(self) -> Iterator[Case]:
         positions: tuple[Shape, ...] = ((0,), (4095,), (131072, 3, -1))
         for pos, n_dims, fast, yarn in product(positions, (32, 64, 128, 256), (False, True), YARN):
             yield self.build_case(pos, n_dims, fast, **yarn)
 
-    def build_case(self, pos: Shape, n_dims: int, ff: bool = False, seed: int = 5, **given: Any) -> Case:
-        """ff: with frequency factors; given: of FREQUENCY."""
-        params = {**rope_angles.DEFAULTS, "n_dims": n_dims, **given}
+    def build_case(self, pos: Shape, n_dims: int, ff: bool = False, previous: bool = False, seed: int = 5, **given: Any) -> Case:
+        """ff: with frequency factors; previous: of the positions before; given: of FREQUENCY."""
+        less: dict[str, Any] = {"previous": True} if previous else {}
+        params = {**rope_angles.DEFAULTS, "n_dims": n_dims, **given, **less}
 
         def make(rng: np.random.Generator) -> Problem:
             inputs = [Tensor("pos", "I32", (len(pos),), "input")]
@@ -292,7 +296,7 @@ class RopeAngles(Op):
             out = Tensor("angles", "F32", (len(pos), n_dims // 2, 2))
             return Problem(Node(self.name, tuple(inputs), (out,), params), values)
 
-        return Case(self.name, {"pos": pos, "n_dims": n_dims, "ff": ff, **given, "seed": seed}, make, seed)
+        return Case(self.name, {"pos": pos, "n_dims": n_dims, "ff": ff, **less, **given, "seed": seed}, make, seed)
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return rotation_tolerance(factors=len(node.inputs) > 1)

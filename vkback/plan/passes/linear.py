@@ -249,7 +249,7 @@ ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
 GLUS = frozenset({"SWIGLU", "SWIGLU_OAI", "SIGMOID_GLU", "GEGLU"})
 
-NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD"})
+NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "RMS_NORM_PAIR"})
 
 OF_ONE_TOKEN = frozenset({"SHORT_CONV"})
 """Ops that leave it so of one token alone: with `exact`, where many tokens have the kernels of one, they do not."""

@@ -7,6 +7,7 @@ A GEMM by cooperative matrices takes x as packed f16 (`gemm_pack.packed`), by de
     GLU -> down              the epilogue of gate and up stores packed f16, if their sums are whole; by experts in the order of a route
                              that both share; for few tokens in unit order (gemm_reg)
     attention -> its output  likewise, if a tile has whole matrices of tokens
+    two norms side by side -> few tokens' products   likewise
     product -> norm -> few tokens' products   the product also stores its output in unit order, and sums of its squares (gemm_reg)
     experts -> sum -> norm -> few tokens' products   the dispatch that adds the experts norms and packs their sum, too
     norm -> GEMMs         norm and packing are one PACK_F16; experts read the rows again, by their route, with the factors it stored
@@ -216,7 +217,7 @@ class _Packing:
             return self._add_packs(name, tensor, readers)
         if self.by != "stage" and (out := self._by_producer(producer, readers)):
             params, shape = producer.params, readers[0].shape
-            if producer.op == "FLASH_ATTN_EXT":
+            if producer.op in ("FLASH_ATTN_EXT", "RMS_NORM_PAIR"):
                 order = ("units", shape) if shape.kernel == "coop_reg" else ("fragments", shape.fragments)
                 params = {**params, **dict([order])}
             self.now[self.producer[name]] = as_stored(dataclasses.replace(producer, outputs=(out,), params=params), self.ctx)
@@ -265,10 +266,12 @@ class _Packing:
         return Tensor(name, "F16", (room(n, shape, *(r.shape for r in readers)), ceil_div(k, UNIT) * UNIT))
 
     def _units_by_producer(self, producer: Node, readers: Sequence[Reader], name: str) -> Tensor | None:
-        """The same in unit order: gate and up for down, attention for its output product."""
-        if producer.op == "FLASH_ATTN_EXT":
-            widest = max((r.shape for r in readers), key=lambda s: s.tile_n)
-            stored = self.by == "producer" and all(map(attention_choice(producer, self.ctx).stores_units, (r.shape for r in readers)))
+        """The same in unit order: gate and up for down, attention for its output product, two norms side by side for what reads both."""
+        if producer.op in ("FLASH_ATTN_EXT", "RMS_NORM_PAIR"):
+            shapes = [r.shape for r in readers]
+            widest = max(shapes, key=lambda s: s.tile_n)
+            able = producer.op != "FLASH_ATTN_EXT" or all(map(attention_choice(producer, self.ctx).stores_units, shapes))
+            stored = self.by == "producer" and able
             alike = len({(r.shape.matrix, r.shape.row_lanes) for r in readers}) == 1
             return packed_units(name, readers[0].gemv.n, readers[0].gemv.k, widest) if stored and alike else None
         if producer.op != "LINEAR":

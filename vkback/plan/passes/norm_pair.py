@@ -1,0 +1,50 @@
+"""What a head that drafts reads, as one node: the norms of a token's embedding and of a hidden row, side by side (vkback/models/mtp.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from vkback.graph import Node
+from vkback.ops.lowering import LowerContext
+from vkback.ops.norm_pair import RmsNormPair
+from vkback.plan.nodes import Index, Nodes, rewrite
+
+
+def fuse_norm_pairs(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """CONCAT along a row of two RMS_NORM_MUL, the second of GET_ROWS of a state -> RMS_NORM_PAIR. It also leaves the rows, or these normed,
+    where anybody else reads one of the two."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        if node.op != "CONCAT" or len(node.inputs) != 2 or node.params["axis"] not in (1, -1) or len(node.outputs[0].shape) != 2:
+            return None
+        first = index.one_use_producer(node.inputs[0], "RMS_NORM_MUL")
+        second = index.producer.get(node.inputs[1].name)
+        if first is None or second is None or second.op != "RMS_NORM_MUL":
+            return None
+        (a, wa), (b, wb) = first.inputs, second.inputs
+        rows = index.producer.get(b.name)
+        if rows is None or rows.op != "GET_ROWS" or rows.params or not a.shape == b.shape == node.inputs[0].shape == node.inputs[1].shape:
+            return None
+        table, ids = rows.inputs
+        if table.type != "F32" or table.kind != "state" or a.type != "F32" or not RmsNormPair.threads(a.shape[-1], a.shape[0], ctx):
+            return None
+        read = [not index.read_once(t) for t in (rows.outputs[0], second.outputs[0])]
+        if all(read) or len(node.inputs) + 6 > ctx.caps.max_storage_bindings:
+            return None
+        keeps, kept = ("row", rows.outputs) if read[0] else ("normed", second.outputs) if read[1] else ("", ())
+        params = {"eps": first.params["eps"], "eps_b": second.params["eps"], "keeps": keeps}
+        return [rows, first, second, node], Node("RMS_NORM_PAIR", (a, wa, table, wb, ids), (node.outputs[0], *kept), params)
+
+    return rewrite(nodes, outputs, match)
+
+
+def previous_into_angles(nodes: Nodes) -> Nodes:
+    """ROPE_ANGLES of PREVIOUS -> ROPE_ANGLES with `previous`, which need not wait for it."""
+    previous = {n.outputs[0].name: n.inputs[0] for n in nodes if n.op == "PREVIOUS"}
+
+    def of_pos(node: Node) -> Node:
+        pos, *factors = node.inputs
+        return dataclasses.replace(node, inputs=(previous[pos.name], *factors), params={**node.params, "previous": True})
+
+    return [of_pos(n) if n.op == "ROPE_ANGLES" and n.inputs[0].name in previous else n for n in nodes]
