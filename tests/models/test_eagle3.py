@@ -28,6 +28,7 @@ from vkback.models.registry import Model
 from vkback.models.synth import head_names, planned_tensors, synthesize
 from vkback.paths import builtin_model
 from vkback.plan.planner import plan
+from vkback.tuning.lookup import device_table
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -126,6 +127,29 @@ def test_a_head_changes_no_text_and_the_target_keeps_its_rows(arch: str, tmp_pat
         assert text_of(engine, sampler, Drafts(3, pinned=4, model=True, p_min=0.9)) == text
         assert engine.draft_counts.drafted < drafted / 2, "random logits are not that sure"
         check_rows(engine, text, engine.model.hp.n_layer)
+
+
+@pytest.mark.vulkan
+@pytest.mark.parametrize("variant", ["plain", "norms"])
+def test_barrier_free_drafts_are_the_same(
+    variant: str, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stages of a draft, and of the step that accepts it, with spin-waits: as many drafts are right as with barriers, of the same text."""
+    target = tiny("llama", tmp_path)
+    path = write_head(tmp_path / "head.gguf", target, **VARIANTS[variant])
+    found = []
+    for sync in ("barrier", "sentinel"):
+        (tmp_path / device_table(device.caps)).write_text(
+            f'[[schedule]]\nset = {{ sync = "{sync}" }}\nmeasured = "a test"\n', encoding="utf-8"
+        )
+        monkeypatch.setenv("VKBACK_TUNING", str(tmp_path))
+        with opened(target, path, device) as engine:
+            planned = plan(engine.model.head_graph(N_CTX, engine.cache_types), engine.ctx, fusion=engine.fusion)
+            assert (len(planned.barrier_free) > 5) == (sync == "sentinel")
+            text = check_texts(engine, {"greedy": Sampler()})
+            assert text_of(engine, Sampler(), Drafts(3, pinned=4, model=True)) == text
+            found.append((text, engine.draft_counts))
+    assert found[0] == found[1] and not caplog.text
 
 
 ALIKE = 40.0

@@ -84,6 +84,26 @@ def test_what_is_spun_on_lies_apart(name: str, models: Callable[[str], Model]) -
     assert all(s.slots[t.name].size >= nbytes(t) for t in s.tensors().values() if t.name in apart)
 
 
+@pytest.mark.parametrize("kind", ["greedy", "prompt"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_memory_is_reused_behind_a_barrier(name: str, kind: Any, models: Callable[[str], Model]) -> None:
+    """Between two barriers stages of one branch may run beside later ones of another."""
+    s = schedule(models(name), sentinel("nvidia_h200_linux"), kind)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    runs = np.cumsum([i not in s.barrier_free for i in range(len(s.stages))]).tolist()
+    for i, stage in enumerate(s.stages):
+        for tensor in (a.tensor.name for d in stage for a in d.args if a.tensor.name in s.slots):
+            first.setdefault(tensor, runs[i])
+            last[tensor] = runs[i]
+    order = sorted(first, key=lambda tensor: s.slots[tensor].offset)
+    for i, a in enumerate(order):
+        for b in order[i + 1 :]:
+            if s.slots[b].offset >= s.slots[a].offset + s.slots[a].size:
+                break
+            assert last[a] < first[b] or last[b] < first[a], (a, b)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_long_prompts_and_single_ops_keep_their_barriers(name: str, models: Callable[[str], Model]) -> None:
     ctx = sentinel("nvidia_h200_linux")

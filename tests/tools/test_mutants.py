@@ -88,7 +88,7 @@ def test_two_are_caught_and_what_is_no_fault_survives(tmp_path: Path) -> None:
     farm = mutants.Farm(tmp_path, 1)
     shader, planner = by_name["set_rows-head"], by_name["view-offset"]
     before = {m.file: (mutants.ROOT / m.file).read_bytes() for m in (shader, planner)}
-    assert farm.fate(shader).by.startswith(("SET_ROWS(", "QKV_ROPE_SET_ROWS("))
+    assert farm.fate(shader).by.partition("(")[0].endswith("SET_ROWS")
     assert farm.fate(planner).by.startswith(("CPY(", "CONT("))
     harmless = mutants.Mutant("harmless", "shaders/soft_max/soft_max.comp", "MASKED = -1e30;", "MASKED = -1.0e30;", "")
     fate = farm.fate(harmless)

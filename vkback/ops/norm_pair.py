@@ -141,7 +141,7 @@ class RmsNormPair(Op):
             values["ids"] = np.array([-1 if i == 1 else rows - 1 - i % rows for i in range(n)], np.int32)
             outputs = (Tensor("y", y_type, (n, 2 * dim)), *((Tensor("row", "F32", (n, dim)),) if keeps else ()))
             inputs = (a, wa, table, wb, Tensor("ids", "I32", (n,), "input"))
-            return Problem(Node(self.name, inputs, outputs, {"eps": 1e-6, "eps_b": 1e-5, "keeps": keeps}), values)
+            return Problem(Node(self.name, inputs, outputs, {"eps": 1e-6, "eps_b": 0.25, "keeps": keeps}), values)
 
         shown: dict[str, Any] = {"dim": dim, "n": n, "rows": rows}
         shown |= {"keeps": keeps} if keeps else {}
