@@ -12,7 +12,7 @@
 //
 // A workgroup takes a half of a row: thread t has quads (4 values) t, t + WG_SIZE, ..., in registers. dim is whole units of 32.
 //
-// Every workgroup waits for something of a, and for all of the table.
+// Every workgroup waits for something of a, and for all of table and ids.
 //
 // Defines: ROUNDS (quads of a thread) OUT ROW, with OUT 2 SG FN FK ROW_LANES (of gemm/units.glsl), and those of common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require

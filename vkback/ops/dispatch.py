@@ -16,6 +16,9 @@ from vkback.shader import Variant
 
 Access = Literal["r", "w", "rw"]
 
+FEW = 64
+"""Tokens up to which kernels of small ops can spin-wait. The products of more have barriers around them."""
+
 MAX_GROUPS_X = 65535
 """Groups along x that every Vulkan device takes (maxComputeWorkGroupCount is at least this); beyond it a grid spills to y or z."""
 

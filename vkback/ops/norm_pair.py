@@ -95,7 +95,7 @@ class RmsNormPair(Op):
                 f"{wg} threads: {ctx.tuning.pick('norm', dim=dim, rows=n).source}" + (", stored as f16 units" if out == OUT["F16"] else ""),
                 nbytes=nbytes(a) + 4 * a.elements + nbytes(wa) + nbytes(wb) + nbytes(y) + sum(map(nbytes, kept)),
                 flops=8 * a.elements,
-                waits=SpinWaits(counted=(table.name,), also_part=(a.name,), arrives=2 * n),
+                waits=SpinWaits(counted=(table.name, ids.name), also_part=(a.name,), arrives=2 * n),
             )
         ]
 

@@ -18,7 +18,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import set_rows as strided_rows
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div
+from vkback.ops.dispatch import FEW, Arg, Dispatch, SpinWaits, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, rounded_to, views_of
 from vkback.ops.ggml_words import one_of_types, sized, type_word
@@ -31,9 +31,6 @@ from vkback.ops.view import View
 from vkback.ops.workgroup import Defines
 
 declare("rows", match={"k": "number", "n": "number"}, params={"wg_size": (8, 16, 32, 64, 128, 256, 512, 1024)})
-
-FEW = 64
-"""Tokens up to which a store of rows can spin-wait: what makes more of them has barriers."""
 
 F16_TOLERANCE = Tolerance(5e-7, 3e-3, "stored as f16; Vulkan lets packHalf2x16 round either way: errors up to 2^-10, NMSE 2^-20 / 3")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import Arg, Dispatch
+from vkback.ops.dispatch import FEW, Arg, Dispatch, SpinWaits
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, is_general, lower_general, permuted, random_values, view_in, views_of
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
@@ -51,8 +52,9 @@ def strided_copy(
     y_offset: int = 0,
     fill: bool = False,
     part: str = "",
+    spins: bool = False,
 ) -> Dispatch:
-    """One launch of copy/box.comp, all sizes and strides of four axes in values."""
+    """One launch of copy/box.comp, all sizes and strides of four axes in values. spins: it may spin-wait on x; both are F32 then."""
     x_next = x_stride[3]
     if y.type == "F16":  # a thread takes two values of the last axis
         extent, x_size = (*extent[:3], extent[3] // 2), (*x_size[:3], x_size[3] // 2)
@@ -60,7 +62,7 @@ def strided_copy(
     elements = prod(extent)
     choice = ctx.tuning.pick("copy", elements=elements)
     defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
-    return by_threads(
+    d = by_threads(
         node,
         ctx,
         "copy/box.comp",
@@ -71,6 +73,7 @@ def strided_copy(
         choice=choice,
         moved=8 * elements,
     )
+    return replace(d, waits=SpinWaits(also_part=(x.name,), arrives=prod(d.groups))) if spins else d
 
 
 def by_x(shape: Shape) -> str:
@@ -184,6 +187,7 @@ class Concat(StridedCopies):
                 _strides(y.shape),
                 y_offset=int(start) * stride,
                 part=f"input {i}",
+                spins=y.type == "F32" and y.shape[0] <= FEW,
             )
             for i, (x, start) in enumerate(zip(node.inputs, starts, strict=False))
         ]
@@ -205,6 +209,7 @@ class Concat(StridedCopies):
         yield self.build_case("f32", (5, 4, 3), 2, 1)
         yield self.build_case("i32", (5, 4, 3), 2, 1)
         yield self.build_case("f32", (64, 2), 33, 0)
+        yield self.build_case("f32", (64, 2), 33, 0).where(sync="sentinel")
         yield self.build_case("i8", (5, 3, 2), 2, 0, v=3)
         yield self.build_case("i64", (5, 3, 2), 2, 1, v=1)
         yield self.build_case("q4_0", (64, 3, 2), 32, 0)
