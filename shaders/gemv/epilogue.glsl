@@ -1,5 +1,5 @@
-// Epilogue of a GEMV: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU or gelu, gelu times a multiplier where
-// there is one (its sum then has a scale); with SOFTCAP y = cap * tanh(y / cap); stored as F32 or Q8_1.
+// Epilogue of a GEMV: y = act(norm_factor * sum + bias) + residual for each row, with act none, GLU, gelu or squared ReLU, gelu times a
+// multiplier where there is one (its sum then has a scale); with SOFTCAP y = cap * tanh(y / cap); stored as F32 or Q8_1.
 #if GELU || defined(SOFTCAP)
 #include "elementwise/functions.glsl"
 #endif
@@ -92,6 +92,10 @@ uint output_row() {
 
 #ifdef SOFTCAP
 #define CAPPED(v) (SOFTCAP * tanh_exact((1.0 / SOFTCAP) * (v)))
+#elif defined(SQUARED_RELU)
+// NaN stays NaN.
+float squared_relu(float v) { return v < 0.0 ? 0.0 : v * v; }
+#define CAPPED(v) squared_relu(v)
 #else
 #define CAPPED(v) (v)
 #endif

@@ -32,6 +32,7 @@
 //                  with GLU_ALPHA and GLU_LIMIT the clamped form SWIGLU_OAI
 //   GELU           1: with GLU, gelu (tanh form) instead of silu; without GLU, y = gelu(row sum + bias)
 //   SOFTCAP        without GLU and GELU: the cap of y
+//   SQUARED_RELU   without GLU, GELU and SOFTCAP: y = max(row sum + bias, 0) squared
 //   TOPK           1: y holds router logits, and the last workgroup to arrive chooses the experts (topk/choose.glsl)
 //   CHOOSE         1, with EXPERTS_EACH: every workgroup chooses its token's experts from the router logits; one of them stores ids and weights
 //   M_ALIGNED      1: the matrix is a whole number of tiles, so row numbers need no clamp

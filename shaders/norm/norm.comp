@@ -3,8 +3,10 @@
 //
 //   x = a (+ b)      y = x / sqrt(mean(x^2) + eps) (* w) (+ bias) (+ residual)      layer norm: x - mean(x) in place of x
 //
+// With GROUPS, rows are groups of a token's values, each with its own part of the weight; a Q8_1 row is a token's.
+//
 // Bindings in this order; those in brackets exist with the define:
-//   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [dim]], [BIAS: bias [dim]], [RESIDUAL: residual [rows, dim]],
+//   a [rows, dim], [ADD: b [rows, dim]], [WEIGHT: w [GROUPS, dim]], [BIAS: bias [dim]], [RESIDUAL: residual [rows, dim]],
 //   [ADD: sum [rows, dim], out], y [rows, dim] F32 or Q8_1 (OUT_Q8_1)
 //
 // One workgroup per row; thread t has quads (4 values) t, t + WG_SIZE, ...
@@ -13,11 +15,15 @@
 //   WIDTH   4: dim is a multiple of 4, and memory is read as vec4; 1: value by value
 //   ROUNDS  quads per thread; row and weight stay in registers. 0: p.rounds quads per thread, and the row is read again
 //   CENTER  1: layer norm
+//   GROUPS  rows that follow each other with weights of their own; of Q8_1 each is whole units
+//   those of common/sentinel.glsl and common/arrivals.glsl
 #extension GL_EXT_control_flow_attributes : require
 #define REDUCE_GROUPS OUT_Q8_1
 #include "common/reduce.glsl"
+#include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
+#include "common/arrivals.glsl"
 
 #if WIDTH == 4
 #define ELEMENT vec4
@@ -35,9 +41,9 @@ layout(push_constant) uniform Push {
 } p;
 
 #define BIND_OUT (1 + ADD + WEIGHT + BIAS + RESIDUAL)
-layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InA { ELEMENT a[]; };
 #if ADD
-layout(std430, set = 0, binding = 1) readonly buffer InB { ELEMENT b[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InB { ELEMENT b[]; };
 layout(std430, set = 0, binding = BIND_OUT) buffer OutSum { ELEMENT sum[]; };
 #endif
 #if WEIGHT
@@ -47,30 +53,41 @@ layout(std430, set = 0, binding = 1 + ADD) readonly buffer Weight { ELEMENT w[];
 layout(std430, set = 0, binding = 1 + ADD + WEIGHT) readonly buffer Bias { ELEMENT bias[]; };
 #endif
 #if RESIDUAL
-layout(std430, set = 0, binding = 1 + ADD + WEIGHT + BIAS) readonly buffer Residual { ELEMENT residual[]; };
+layout(std430, set = 0, binding = 1 + ADD + WEIGHT + BIAS) SYNC_INPUT buffer Residual { ELEMENT residual[]; };
 #endif
 #if OUT_Q8_1
 layout(std430, set = 0, binding = BIND_OUT + ADD) writeonly buffer OutY { uint y_words[]; };
 #include "common/q8_1.glsl"
+#define STORE_Q8_1(row, q, packed) q8_1_store((row) / GROUPS, GROUPS * p.units, (row) % GROUPS * 8u * p.units + (q), packed)
 #else
 layout(std430, set = 0, binding = BIND_OUT + ADD) writeonly buffer OutY { ELEMENT y[]; };
 #endif
 
 #if WIDTH == 4
 #define LOAD(from, row, q) from[(row) * p.quads + (q)]
-#define STORE(to, row, q, v) to[(row) * p.quads + (q)] = v
+#define STORE(to, row, q, v) to[(row) * p.quads + (q)] = not_sentinel(v)
 #else
 #define AT(row, q, c) ((row) * p.dim + 4u * (q) + c)
 #define LOAD_ONE(from, row, q, c) (4u * (q) + c < p.dim ? from[AT(row, q, c)] : 0.0)
 #define LOAD(from, row, q) vec4(LOAD_ONE(from, row, q, 0u), LOAD_ONE(from, row, q, 1u), LOAD_ONE(from, row, q, 2u), LOAD_ONE(from, row, q, 3u))
-#define STORE(to, row, q, v) for (uint c = 0u; c < 4u; c++) if (4u * (q) + c < p.dim) to[AT(row, q, c)] = v[c]
+#define STORE(to, row, q, v) for (uint c = 0u; c < 4u; c++) if (4u * (q) + c < p.dim) to[AT(row, q, c)] = not_sentinel(v[c])
+#endif
+// What is read of other stages: of padding LOAD gives zeros.
+#define LOAD_MADE(v, from, row, q) SPIN_UNTIL(v = LOAD(from, row, q), arrived(v))
+#if SPINS_ON_PARTS
+#define LOAD_OLDER(v, from, row, q) LOAD_MADE(v, from, row, q)
+#else
+#define LOAD_OLDER(v, from, row, q) v = LOAD(from, row, q)
 #endif
 
 // x of this row. The first pass forms the sum a + b; later passes read it from memory.
 vec4 load_x(uint row, uint q) {
-    vec4 v = LOAD(a, row, q);
+    vec4 v;
+    LOAD_MADE(v, a, row, q);
 #if ADD
-    v += LOAD(b, row, q);
+    vec4 other;
+    LOAD_OLDER(other, b, row, q);
+    v += other;
     STORE(sum, row, q, v);
 #endif
     return v;
@@ -91,7 +108,9 @@ vec4 addend(uint row, uint q) {
     v += LOAD(bias, 0u, q);
 #endif
 #if RESIDUAL
-    v += LOAD(residual, row, q);
+    vec4 more;
+    LOAD_OLDER(more, residual, row, q);
+    v += more;
 #endif
     return v;
 }
@@ -129,7 +148,7 @@ void main() {
 #if ROUNDS
         kept[i] = v;
 #if WEIGHT
-        weight[i] = q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+        weight[i] = q < p.quads ? LOAD(w, row % GROUPS, q) : vec4(0.0);
 #endif
 #if BIAS || RESIDUAL
         added[i] = q < p.quads ? addend(row, q) : vec4(0.0);
@@ -162,7 +181,7 @@ void main() {
 #if WEIGHT && ROUNDS
         v *= weight[i];
 #elif WEIGHT
-        v *= q < p.quads ? LOAD(w, 0u, q) : vec4(0.0);
+        v *= q < p.quads ? LOAD(w, row % GROUPS, q) : vec4(0.0);
 #endif
 #if (BIAS || RESIDUAL) && ROUNDS
         v += added[i];
@@ -176,12 +195,13 @@ void main() {
     }
     FOR_EACH_QUAD(i) {
         const uint q = i * WG_SIZE + t;
-        if (q < 8u * p.units) q8_1_store(row, p.units, q, packed[i]);
+        if (q < 8u * p.units) STORE_Q8_1(row, q, packed[i]);
 #else
-        if (q < 8u * p.units) q8_1_store(row, p.units, q, packed_quad);
+        if (q < 8u * p.units) STORE_Q8_1(row, q, packed_quad);
 #endif
 #else
         if (q < p.quads) { STORE(y, row, q, v); }
 #endif
     }
+    arrive();
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vkback.graph import Node
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div, pack_push, spread
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push, spread
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext
 from vkback.ops.storage import nbytes
@@ -70,6 +70,7 @@ def by_rows(
     how: str = "",
     moved: int | None = None,
     flops: int = 0,
+    waits: SpinWaits | None = None,
 ) -> Dispatch:
     """A launch of a workgroup of `wg` threads for each row, whose threads share sums (`reduction`, with its defines).
 
@@ -88,4 +89,5 @@ def by_rows(
         f"{wg} threads{how}: {choice.source}",
         nbytes=sum(nbytes(a.tensor) for a in args) if moved is None else moved,
         flops=flops,
+        waits=waits,
     )

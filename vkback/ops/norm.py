@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy as np
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.cost import Cost, times, total
-from vkback.ops.dispatch import Arg, Dispatch, ceil_div
+from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import is_general, lower_general, permuted, view_in
 from vkback.ops.ggml_words import ne_of, one_of_types, shape_of, sized, type_word
@@ -49,7 +50,12 @@ class Norm(Op):
     center: ClassVar[bool] = False
     bias: ClassVar[bool] = False
     residual: ClassVar[bool] = False
+    grouped: ClassVar[bool] = False
     keys: ClassVar[tuple[str, ...]] = ("type", "ne", "eps", *OURS)
+
+    def groups(self, node: Node) -> int:
+        """Rows of x that a row of y has."""
+        return node.inputs[1].elements // node.inputs[0].shape[-1] if self.grouped else 1
 
     def arithmetic(self, node: Node, n_kv: int) -> Cost:
         """Of a value its square and its product with the scale, of a row a division and a square root; what centers, subtracts and adds up
@@ -91,14 +97,19 @@ class Norm(Op):
             return lower_general(self, node, ctx, TAKES)
         a, y = node.inputs[0], node.outputs[-1]
         dim, rows = a.shape[-1], prod(a.shape[:-1])
+        groups = self.groups(node)
+        if self.weight and groups > 1 and (node.inputs[1].shape != (groups * dim,) or y.shape[-1] != groups * dim or rows % groups):
+            raise PlanError(f"[{self.name}] {node.name}: the weight is {node.inputs[1]}, expected as many values as a row of {y} has")
         for what, t in zip(("weight", "bias"), node.inputs[1 + self.add : 1 + self.add + self.weight + self.bias], strict=False):
-            if t.shape != (dim,):
+            if groups == 1 and t.shape != (dim,):
                 raise PlanError(f"[{self.name}] {node.name}: the {what} is {t}, expected F32[{dim}] for rows of {a}")
         if self.residual and node.inputs[-1].elements != a.elements:
             raise PlanError(f"[{self.name}] {node.name}: {node.inputs[-1]} is added, expected as many values as {a} has")
         if y.type not in ("F32", "Q8_1"):
             raise PlanError(f"[{self.name}] {node.name}: output {y} must be F32 or Q8_1")
         q8 = y.type == "Q8_1"
+        if q8 and groups > 1 and dim % 32:
+            raise PlanError(f"[{self.name}] {node.name}: groups of {dim} values; expected whole units of 32 for {y}")
         units = ceil_div(dim, 32)
         quads = ceil_div(dim, 4)
         span = 8 * units if q8 else quads
@@ -117,7 +128,10 @@ class Norm(Op):
             "WIDTH": 4 if dim % 4 == 0 else 1,
             # Few rounds keep a row in registers; more of them would spill, so it is read again.
             "ROUNDS": rounds if rounds <= MAX_KEPT else 0,
+            "GROUPS": groups,
         }
+        # Of one row each workgroup reads all.
+        made, older = (a.name,), tuple(t.name for t in (node.inputs[1:2] if self.add else node.inputs[-1:] if self.residual else ()))
         args = (*(Arg(t) for t in node.inputs), *(Arg(t, "rw" if self.add and t is node.outputs[0] else "w") for t in node.outputs))
         return [
             by_rows(
@@ -133,6 +147,9 @@ class Norm(Op):
                 lanes=8 if q8 else 1,
                 how=f", {rounds} rounds {'in registers' if rounds <= MAX_KEPT else 'read twice'}",
                 flops=(3 + self.add + self.weight + self.bias + self.residual) * rows * dim,
+                waits=None
+                if y.name == a.name
+                else SpinWaits(whole=made if rows == 1 else (), part=made if rows > 1 else (), also_part=older, arrives=rows),
             )
         ]
 
@@ -197,20 +214,21 @@ class Norm(Op):
 
         def make(rng: np.random.Generator) -> Problem:
             dim = shape[-1]
+            row = (*shape[:-2], shape[-2] * dim) if self.grouped else shape
             inputs = [Tensor("a", "F32", inner, "input")]
             if self.add:
                 inputs.append(Tensor("b", "F32", shape, "input"))
             values: dict[str, Array] = {t.name: (scale * rng.uniform(-0.7, 1.3, t.shape)).astype(np.float32) for t in inputs}
             if self.weight:
-                inputs.append(Tensor("w", "F32", (dim,), "weight"))
-                values["w"] = rng.uniform(0.5, 1.5, dim).astype(np.float32)
+                inputs.append(Tensor("w", "F32", row[-1:], "weight"))
+                values["w"] = rng.uniform(0.5, 1.5, row[-1]).astype(np.float32)
             if self.bias:
                 inputs.append(Tensor("bias", "F32", (dim,), "weight"))
                 values["bias"] = rng.uniform(-1, 1, dim).astype(np.float32)
             if self.residual:
                 inputs.append(Tensor("residual", "F32", shape, "input"))
                 values["residual"] = rng.uniform(-1, 1, shape).astype(np.float32)
-            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (inputs[0] if inplace else Tensor("y", y_type, shape),)
+            outputs = ((Tensor("sum", "F32", shape),) if self.add else ()) + (inputs[0] if inplace else Tensor("y", y_type, row),)
             return Problem(Node(self.name, tuple(inputs), outputs, {"eps": eps} | ({"views": {0: view}} if view else {})), values)
 
         given: dict[str, Any] = {
@@ -304,6 +322,36 @@ class RmsNormMul(Norm):
     def unfused(self, node: Node) -> list[Node]:
         (x, w), (y,) = node.inputs, node.outputs
         return _normed(x, w, y, node.params)
+
+
+@register
+class RmsNormMulGroups(Norm):
+    """RMS_NORM_MUL_GROUPS(x [..., groups, dim], w [groups * dim]; eps) -> RMS_NORM(x) [..., groups * dim] * w, F32 or Q8_1."""
+
+    name = "RMS_NORM_MUL_GROUPS"
+    weight = True
+    grouped = True
+
+    def reference(self, inputs: Sequence[Array], params: Mapping[str, Any]) -> list[Array]:
+        x, w = inputs
+        (normed,) = super().reference((x, np.ones(x.shape[-1])), params)
+        return [normed.reshape(-1, w.size) * w]
+
+    def unfused(self, node: Node) -> list[Node]:
+        (x, w), (y,) = node.inputs, node.outputs
+        chain = _normed(x, w, y, node.params)
+        rows = replace(chain[0].outputs[0], shape=x.shape)  # as norms read it; what follows reads rows of y
+        return [replace(chain[0], outputs=(rows,)), *chain[1:]]
+
+    def cases(self) -> Iterator[Case]:
+        for shape, out in (((2, 64), "f32"), ((8, 640), "q8_1"), ((3, 8, 640), "q8_1"), ((5, 3, 33), "f32"), ((2, 4224), "q8_1")):
+            yield self._of_shape(shape, out=out)
+        for out in ("f32", "q8_1"):
+            yield self._of_shape((8, 640), out=out).where(sync="sentinel")
+
+    def full_cases(self) -> Iterator[Case]:
+        for dim, n, groups, out in product((32, 96, 1024, 2048, 16896), (1, 2, 17), (2, 5), ("f32", "q8_1")):
+            yield self._of_shape((n, groups, dim), out=out, eps=1e-5)
 
 
 @register

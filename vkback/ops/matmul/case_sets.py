@@ -52,6 +52,8 @@ def quick_fused() -> Iterator[Case]:
     yield fused_case("F16", 100, 1600, 1, (*LAYER_NORM, "bias"), gelu=True)
     yield fused_case("Q6_K", 100, 512, 1, POST_NORM, softcap=1.5)
     yield fused_case("F16", 33, 80, 1, ("bias",), softcap=0.5)
+    yield fused_case("Q4_K", 128, 512, 1, ("norm",), squared_relu=True, out="Q8_1")
+    yield fused_case("Q6_K", 96, 256, 1, ("bias", "ids"), squared_relu=True)
     yield fused_case("Q4_K", 130, 1280, 1, POST_NORM).where(range=50_000)  # shards, of which the first stores the sum
     yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "ids"), glu=True, oai=True, out="Q8_1")
     yield fused_case("MXFP4", 192, 2880, 1, ("norm", "bias", "logits"), glu=True, oai=True, out="Q8_1", gating="softmax_weight")
@@ -292,6 +294,8 @@ def full_fused() -> Iterator[Case]:
             for n, out in product((1, 4), ("F32", "Q8_1")):
                 yield fused_case(quant, 128, 256, n, ("bias",), gelu=True, out=out, act=act)
                 yield fused_case(quant, 128, 256, n, (), glu=True, gelu=True, out=out, act=act)
+                if n == 1:
+                    yield fused_case(quant, 128, 256, n, ("norm",), squared_relu=True, out=out, act=act)
             for n in (1, 3):
                 yield fused_case(quant, 96, 256, n, ("multiplier",), gelu=True, act=act)
                 yield fused_case(quant, 96, 256, n, ("residual",), out="Q8_1", act=act)

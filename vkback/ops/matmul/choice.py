@@ -195,9 +195,12 @@ def _gemm(node: LinearNode, path: Path, ctx: LowerContext) -> tuple[GemmShape | 
         return None, f"{node.w.shape[0]} matrices, more than a route has shared memory for"
     by_heads = node.experts == "heads"
     # GEMMs have no prologue and choose no experts.
-    by_gemv = node.norms_x or node.chosen or "multiplier" in node.extra or node.params.softcap
+    by_gemv = node.norms_x or node.chosen or "multiplier" in node.extra or node.params.softcap or node.params.squared_relu
     if node.n < 2 or by_gemv or (by_heads and node.x.type != "F32"):
-        return None, "one token, or what only GEMVs have: a prologue, a multiplier, a softcap, the choice of experts, heads of Q8_1"
+        return (
+            None,
+            "one token, or what only GEMVs have: a prologue, a multiplier, softcap or squared ReLU, the choice of experts, heads of Q8_1",
+        )
     matrix = matrix_shape(ctx.caps) if _matrices_allowed(node.w, ctx) else None
     choice = ctx.tuning.pick(
         "gemm",

@@ -122,6 +122,7 @@ class GemvConfig:
         roles                 optional inputs, in binding order
         experts, n_used       whose rows, and how many experts a token has
         glu, glu_clamp, gelu  whether rows are gate and up in turn; alpha and limit of SWIGLU_OAI; whether the activation is gelu
+        squared_relu          without glu and gelu: the activation is that
         softcap               of y, 0: none
         stores_sum            whether a further output is what the post-norm and its residual make of x
         expert_choice         how it chooses experts, if it does; `last_chooses`: the last workgroup, by y; else every workgroup, by the
@@ -170,6 +171,7 @@ class GemvConfig:
     choice_scale: float = 1.0
     gelu: bool = False
     stores_sum: bool = False
+    squared_relu: bool = False
     softcap: float = 0.0
     scales: Scales = "weights"
     pairs_in_shared: bool = False
@@ -335,6 +337,7 @@ def configure(node: LinearNode, path: Path, ctx: LowerContext, *, routes: bool =
         choice_scale=float(params.choice["scale"]) if node.chosen else 1.0,
         gelu=node.gelu,
         stores_sum=node.summed is not None,
+        squared_relu=params.squared_relu,
         softcap=params.softcap,
         scales=_scales(choice, node.w.type, path),
         pairs_in_shared=choice["pairs_in_shared"] and path == "int" and pairs,
@@ -425,6 +428,8 @@ def shader_defines(config: GemvConfig, caps: Capabilities) -> Defines:
     # Left out at the shader's defaults: a new parameter then changes no hash of the kernels that do not use it.
     if config.bit_swap != "xor":
         defines["SWAP_BITS"] = get_args(BitSwap).index(config.bit_swap)
+    if config.squared_relu:
+        defines["SQUARED_RELU"] = 1
     if config.softcap:
         defines["SOFTCAP"] = repr(float(config.softcap))
     if config.pairs_in_shared:

@@ -208,6 +208,8 @@ class Linear(Op):
             (y,) = OPS[params.glu_op].reference([y[..., 0::2], y[..., 1::2]], params.clamp)
         elif params.gelu:
             (y,) = OPS["GELU"].reference([y], {})
+        elif params.squared_relu:
+            y = np.square(np.maximum(y, 0.0))
         if "expert_weights" in by:
             y = np.einsum("nsm,ns->nm", y, by["expert_weights"])
         if "multiplier" in by:

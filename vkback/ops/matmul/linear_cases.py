@@ -248,6 +248,7 @@ def fused_case(
     glu: bool = False,
     oai: bool = False,
     gelu: bool = False,
+    squared_relu: bool = False,
     softcap: float = 0.0,
     multiplier_at: int = 0,
     out: str = "F32",
@@ -261,10 +262,10 @@ def fused_case(
     act: str = "auto",
     seed: int = 7,
 ) -> Case:
-    """LINEAR. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU
-    is SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied; softcap: of what comes out, 0: none; multiplier_at: where the multiplier begins
-    in twice as many values; with post_norm the sum behind it is a further output; with logits: gating and norm_w as TOPK_MOE's gating and
-    norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
+    """LINEAR. type_b as of MUL_MAT. With ids: `experts` experts of which each token uses `used` (expert 0 is never chosen); oai: the GLU is
+    SWIGLU_OAI, gelu: GEGLU, without GLU gelu is applied, or squared_relu; softcap: of what comes out, 0: none; multiplier_at: where the
+    multiplier begins in twice as many values; with post_norm the sum behind it is a further output; with logits: gating and norm_w as
+    TOPK_MOE's gating and norm, ties: the logits are whole numbers; split: rows of the nodes that share the output."""
     if type_b == "q8_1" and "norm" in roles:
         raise CaseLineError(f"type_b=q8_1 with fused={'+'.join(roles)}: a norm takes activations as they are; expected type_b=f32")
     choosing = "logits" in roles
@@ -272,7 +273,7 @@ def fused_case(
 
     def node() -> Node:
         more: dict[str, Any] = dict(SWIGLU_OAI) if oai else {}
-        more |= {name: True for name, there in (("gelu", gelu), ("sum", "post_norm" in roles)) if there}
+        more |= {name: True for name, there in (("gelu", gelu), ("squared_relu", squared_relu), ("sum", "post_norm" in roles)) if there}
         more |= {key: value for key, value in (("softcap", softcap), ("multiplier_at", multiplier_at)) if value}
         if choosing:
             more |= {"n_used": used, "norm": norm_w, "gating": gating, "scale": 1.5}
@@ -284,6 +285,7 @@ def fused_case(
 
     params = {"type_a": quant, "m": m, "n": n, "k": k, "fused": "+".join(roles) or "none", "glu": glu, "out": out}
     activation = ({"oai": True} if oai else {}) | ({"gelu": True} if gelu else {}) | ({"softcap": softcap} if softcap else {})
+    activation |= {"squared_relu": True} if squared_relu else {}
     activation |= {"multiplier_at": multiplier_at} if multiplier_at else {}
     case = Case("LINEAR", params | activation | choice | {"seed": seed}, make, seed, node)
     case = with_x(case, type_b, act, [], **({} if (experts, used) == DEFAULT_EXPERTS else {"n_mats": experts, "n_used": used}))
@@ -353,6 +355,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
         out: Literal["F32", "Q8_1", "f32", "q8_1"] = "F32",
         oai: bool = False,
         gelu: bool = False,
+        squared_relu: bool = False,
         softcap: float = 0.0,
         multiplier_at: int = 0,
         gating: str = "softmax",
@@ -374,6 +377,8 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             raise CaseLineError(f"m={m}, n={n}, k={k}, n_mats={n_mats}, n_used={n_used}: expected sizes from 1, n_used up to n_mats")
         if not 0.0 <= softcap < math.inf or (softcap and (n > 1 or glu or gelu)):
             raise CaseLineError(f"softcap={softcap}: expected a number from 0, which is none, n=1 and neither glu nor gelu")
+        if squared_relu and (n > 1 or glu or gelu or softcap):
+            raise CaseLineError("squared_relu=1: expected n=1 and neither glu, gelu nor softcap")
         if multiplier_at and (n > 1 or "multiplier" not in roles or not 0 < multiplier_at <= m):
             raise CaseLineError(f"multiplier_at={multiplier_at}: expected fused=multiplier, n=1 and a number up to m={m}")
         if sentinels and "residual" not in roles:
@@ -387,6 +392,7 @@ def fused_from(params: Mapping[str, Any]) -> Case:
             glu=glu,
             oai=oai,
             gelu=gelu,
+            squared_relu=squared_relu,
             softcap=softcap,
             multiplier_at=multiplier_at,
             out=out.upper(),

@@ -58,6 +58,8 @@ def unfused(node: Node) -> list[Node]:
         if params.gelu_scale != 1.0:
             y = emit("SCALE", "scaled", y.shape, y, scale=params.gelu_scale, bias=0.0)
         y = emit("GELU", "gelu", y.shape, y)
+    elif params.squared_relu:
+        y = emit("SQR", "squared", y.shape, emit("RELU", "relu", y.shape, y))
     if "expert_weights" in by:
         y = emit("MOE_REDUCE", "sum", (n, y.shape[-1]), y, by["expert_weights"])
     if "multiplier" in by:

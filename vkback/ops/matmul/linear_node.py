@@ -90,6 +90,7 @@ class LinearParams:
     roles        names of its inputs, in their order
     glu          rows of w alternate gate and up: y = silu(gate) * up
     gelu         with glu: gelu, its tanh form, in the place of silu; without: y = gelu of the sum with its bias
+    squared_relu  of one token and without glu or gelu: y = max(sum with its bias, 0) squared
     alpha, limit  with glu: SWIGLU_OAI's, which it then is
     eps          of the norms in the prologue
     sum          what the post-norm and its residual make of x is a further output
@@ -109,6 +110,7 @@ class LinearParams:
     roles: tuple[str, ...]
     glu: bool = False
     gelu: bool = False
+    squared_relu: bool = False
     alpha: float | None = None
     limit: float | None = None
     eps: float = 0.0
@@ -159,7 +161,7 @@ class LinearParams:
     @property
     def activates(self) -> bool:
         """Whether an activation is applied to its sums."""
-        return self.glu or self.gelu
+        return self.glu or self.gelu or self.squared_relu
 
 
 PARAM_NAMES = tuple(f.name for f in fields(LinearParams) if f.name != "choice")

@@ -30,6 +30,7 @@ from vkback.plan.passes.linear import (
     fuse_multiplier,
     fuse_residual,
     fuse_softcap,
+    fuse_squared_relu,
     norms_into_prologue,
     post_norms_into_prologue,
     quantize_activations,
@@ -68,7 +69,8 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     for step in (fuse_bias, fuse_glu, fuse_gelu, fuse_experts, fuse_residual):
         nodes = step(nodes, outputs)
     if n == 1 and not ctx.exact:
-        nodes = fuse_softcap(fuse_multiplier(nodes, outputs), outputs)
+        for step in (fuse_multiplier, fuse_softcap, fuse_squared_relu):
+            nodes = step(nodes, outputs)
     into_attention = n == 1 and choice["rope"] == "attention"
     nodes = pack_qkv(pack_delta_net(nodes), into_attention)
     if into_attention:
@@ -110,14 +112,18 @@ def fuse_embedding(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
 
 
 def fuse_norms(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
-    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL; with an ADD of another tensor behind it -> RMS_NORM_MUL_ADD. NORM, MUL by a weight, ADD of
-    a bias -> NORM_MUL_ADD."""
+    """RMS_NORM, MUL by a weight -> RMS_NORM_MUL, or of groups, whose weight is a row of all of them, RMS_NORM_MUL_GROUPS; with an ADD of
+    another tensor behind it -> RMS_NORM_MUL_ADD. NORM, MUL by a weight, ADD of a bias -> NORM_MUL_ADD."""
 
     def rms(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         norm = index.one_use_producer(node.inputs[0], "RMS_NORM") if node.op == "MUL" and node.inputs[1].kind == "weight" else None
-        if norm is None or node.inputs[1].shape != norm.inputs[0].shape[-1:]:  # norms of groups, a weight for all of them
+        if norm is None:
             return None
-        return [norm, node], Node("RMS_NORM_MUL", (*norm.inputs, node.inputs[1]), node.outputs, norm.params)
+        w, dim = node.inputs[1], norm.inputs[0].shape[-1]
+        if w.shape != (dim,) and (w.shape != node.outputs[0].shape[-1:] or w.elements % dim):
+            return None
+        name = "RMS_NORM_MUL" if w.shape == (dim,) else "RMS_NORM_MUL_GROUPS"
+        return [norm, node], Node(name, (*norm.inputs, w), node.outputs, norm.params)
 
     def added(node: Node, index: Index) -> tuple[list[Node], Node] | None:
         if node.op != "ADD" or node.inputs[1].kind == "weight" or node.inputs[0].elements != node.inputs[1].elements:

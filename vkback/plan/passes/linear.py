@@ -116,6 +116,19 @@ def fuse_gelu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     return rewrite(nodes, outputs, match)
 
 
+def fuse_squared_relu(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
+    """RELU and SQR of a GEMV of one token, by experts or not, with a bias or none -> the GEMV with a squared ReLU."""
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        relu = index.one_use_producer(node.inputs[0], "RELU") if node.op == "SQR" and node.outputs[0].shape[0] == 1 else None
+        gemv = index.one_use_producer(relu.inputs[0], "LINEAR") if relu is not None else None
+        if relu is None or gemv is None or activated(gemv) or not {"w", "x", "bias", "ids"} >= set(gemv.params["roles"]):
+            return None
+        return [gemv, relu, node], _gemv(inputs_by_role(gemv), node.outputs[0], {**gemv.params, "squared_relu": True})
+
+    return rewrite(nodes, outputs, match)
+
+
 def fuse_softcap(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """SCALE by 1 / c, TANH and SCALE by c of a GEMV of one token, with a bias or none -> the GEMV with a softcap."""
 
@@ -249,7 +262,7 @@ ATTENTION = frozenset({"FLASH_ATTN_EXT", "ATTN_DECODE"})
 
 GLUS = frozenset({"SWIGLU", "SWIGLU_OAI", "SIGMOID_GLU", "GEGLU"})
 
-NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "NORM_MUL_ADD", "RMS_NORM_PAIR"})
+NORMS = frozenset({"RMS_NORM_MUL", "RMS_NORM_MUL_ADD", "RMS_NORM_MUL_GROUPS", "RMS_NORM_PAIR", "NORM_MUL_ADD"})
 
 OF_ONE_TOKEN = frozenset({"SHORT_CONV"})
 """Ops that leave it so of one token alone: with `exact`, where many tokens have the kernels of one, they do not."""
@@ -309,7 +322,9 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
 
 
 def _head_width(node: Node) -> int:
-    """Values of a head of what an op makes by heads: it rounds whole units of 32 of them. 0: of an op without heads."""
+    """Values of a head, or a group, of what an op makes by these: it rounds whole units of 32 of them. 0: of an op without."""
+    if node.op == "RMS_NORM_MUL_GROUPS":
+        return node.inputs[0].shape[-1]
     states = [t for t in node.inputs if t.kind == "state"]
     if node.op in ATTENTION:
         return int(node.params.get("v_dim", states[-1].shape[-1])) if states else 0
