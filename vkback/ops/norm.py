@@ -163,6 +163,8 @@ class Norm(Op):
         if self.weight:
             for shape in ((1, 32), (3, 2048), (1, 4096), (2, 16896), (1, 100), (2, 37)):
                 yield self._of_shape(shape, out="q8_1")
+        for shape in ((1, 4096), (3, 102)):
+            yield self._of_shape(shape).where(sync="sentinel")
         if "v" in self.keys:
             yield self._of_shape((3, 5, 70), v=True)
             yield self._of_shape((3, 5, 64), inplace=True) if "inplace" in self.keys else self._of_shape((3, 5, 64), noncontig_rows=True)
