@@ -11,7 +11,11 @@
 //   OPERATOR  + - * /
 //   WIDTH     4: a and y as vec4; 1: as float
 //   B_WIDTH   4: b as vec4, b_inner and b_count count vec4; 1: one value of b for a whole element
+//   those of common/sentinel.glsl and common/arrivals.glsl
+#include "common/sentinel.glsl"
+
 layout(local_size_x = WG_SIZE) in;
+#include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
     uint elements;    // of a
@@ -29,12 +33,23 @@ layout(push_constant) uniform Push {
 #else
 #define B_ELEMENT float
 #endif
-layout(std430, set = 0, binding = 0) readonly buffer InA { ELEMENT a[]; };
-layout(std430, set = 0, binding = 1) readonly buffer InB { B_ELEMENT b[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InA { ELEMENT a[]; };
+layout(std430, set = 0, binding = 1) SYNC_INPUT buffer InB { B_ELEMENT b[]; };
 layout(std430, set = 0, binding = 2) writeonly buffer OutY { ELEMENT y[]; };
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
-    if (i >= p.elements) return;
-    y[i] = a[i] OPERATOR b[(i / p.b_inner) % p.b_count];
+    if (i < p.elements) {
+        const uint at = (i / p.b_inner) % p.b_count;
+        B_ELEMENT other;
+#if SPINS_ON_PARTS
+        SPIN_UNTIL(other = b[at], arrived(other));
+#else
+        other = b[at];
+#endif
+        ELEMENT v;
+        SPIN_UNTIL(v = a[i], arrived(v));
+        y[i] = not_sentinel(v OPERATOR other);
+    }
+    arrive();
 }

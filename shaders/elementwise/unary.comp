@@ -9,7 +9,11 @@
 // Defines:
 //   FUNCTION  a function of one float: one of those below, of elementwise/functions.glsl or of GLSL itself
 //   WIDTH     4: the count is a multiple of 4; 1: any count
+//   those of common/sentinel.glsl and common/arrivals.glsl
+#include "common/sentinel.glsl"
+
 layout(local_size_x = WG_SIZE) in;
+#include "common/arrivals.glsl"
 
 layout(push_constant) uniform Push {
     uint elements;
@@ -22,7 +26,7 @@ layout(push_constant) uniform Push {
 #else
 #define ELEMENT float
 #endif
-layout(std430, set = 0, binding = 0) readonly buffer InX { ELEMENT x[]; };
+layout(std430, set = 0, binding = 0) SYNC_INPUT buffer InX { ELEMENT x[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer OutY { ELEMENT y[]; };
 #include "elementwise/functions.glsl"
 #include "elementwise/series.glsl"
@@ -55,12 +59,15 @@ float apply(float v) { return (floatBitsToUint(v) & 0x7fffffffu) > 0x7f800000u ?
 
 void main() {
     const uint i = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
-    if (i >= p.elements) return;
+    if (i < p.elements) {
+        ELEMENT v;
+        SPIN_UNTIL(v = x[i], arrived(v));
 #if WIDTH == 4
-    vec4 v = x[i];
-    for (int c = 0; c < 4; c++) v[c] = apply(v[c]);
-    y[i] = v;
+        for (int c = 0; c < 4; c++) v[c] = apply(v[c]);
 #else
-    y[i] = apply(x[i]);
+        v = apply(v);
 #endif
+        y[i] = not_sentinel(v);
+    }
+    arrive();
 }

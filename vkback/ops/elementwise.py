@@ -175,6 +175,7 @@ class Binary(Op):
                 how=f" of {width} values",
                 moved=nbytes(a) + nbytes(b) + nbytes(y),
                 flops=a.elements,
+                spins_on=[] if y.name in (a.name, b.name) else [a] if b.kind == "weight" else [a, b],
             )
         ]
 
@@ -193,6 +194,8 @@ class Binary(Op):
             ((4, 6, 10), (2, 3, 10)),
         ):
             yield self._of_shapes(a, b)
+        for a, b in (((1, 4096), (1, 4096)), ((3, 37), (37,))):
+            yield self._of_shapes(a, b).where(sync="sentinel")
         if self.name == "ADD":
             yield self.build_case("f16", (10, 5, 4, 3), (2, 1, 1, 2), perm1=1)
             yield self.build_case("bf16", (7, 5, 3, 1), nf=3)
@@ -421,6 +424,7 @@ class Unary(Op):
                 needed=values // width,
                 how=f" of {width} values",
                 flops=4 * x.elements,
+                spins_on=[x] if y.name != x.name else [],
             )
         ]
 
@@ -428,6 +432,8 @@ class Unary(Op):
         for shape in ((1, 4096), (5, 7, 11)):
             yield self._of_shape(shape)
         if self.name in ("SILU", "SQR"):
+            for shape in ((1, 4096), (5, 7, 11)):
+                yield self._of_shape(shape).where(sync="sentinel")
             yield self._of_shape((3, 5, 7, 10), type="bf16")
             yield self._of_shape((3, 5, 7, 11), type="f16", **({"v": True} if self.name in WITH_VIEWS else {}))
 

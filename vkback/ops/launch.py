@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
-from vkback.graph import Node
+from vkback.graph import Node, Tensor
 from vkback.ops.dispatch import Arg, Dispatch, SpinWaits, ceil_div, pack_push, spread
 from vkback.ops.family import Choice
 from vkback.ops.lowering import LowerContext
@@ -29,6 +30,7 @@ def by_threads(
     moved: int | None = None,
     weight_bytes: int = 0,
     flops: int = 0,
+    spins_on: Sequence[Tensor] = (),
 ) -> Dispatch:
     """A launch of `threads` threads in workgroups of the size that a table gives (define WG_SIZE).
 
@@ -37,21 +39,26 @@ def by_threads(
     needed  threads that a workgroup need not exceed, by default all
     how     what the reason says of the threads
     moved   bytes, by default of each tensor once
+    spins_on  of a shader with common/sentinel.glsl and common/arrivals.glsl what its threads read of other stages (with SPINS_ON_PARTS all
+              of it, else the first); none: barriers stay
     """
     choice = choice or ctx.tuning.pick("elementwise", elements=threads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads if needed is None else needed)
     groups = ceil_div(threads, wg)
+    launched = (groups, *grid) if grid else spread(groups)
+    waits = SpinWaits(also_part=tuple(t.name for t in spins_on), arrives=prod(launched)) if spins_on else None
     return Dispatch(
         Variant.of(shader, {**(defines or {}), "WG_SIZE": wg}),
         tuple(args),
         pack_push(*push),
-        (groups, *grid) if grid else spread(groups),
+        launched,
         node.op,
         node.name,
         f"{wg} threads{how}: {choice.source}",
         nbytes=sum({a.tensor.name: nbytes(a.tensor) for a in args}.values()) if moved is None else moved,
         flops=flops,
         weight_bytes=weight_bytes,
+        waits=waits,
     )
 
 

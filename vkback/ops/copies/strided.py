@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -14,7 +13,7 @@ from vkback import quants
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError
-from vkback.ops.dispatch import FEW, Arg, Dispatch, SpinWaits
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, is_general, lower_general, permuted, random_values, view_in, views_of
 from vkback.ops.ggml_words import Four, ne_of, one_of_types, shape_of, sized, tensor_type, type_word
@@ -52,9 +51,8 @@ def strided_copy(
     y_offset: int = 0,
     fill: bool = False,
     part: str = "",
-    spins: bool = False,
 ) -> Dispatch:
-    """One launch of copy/box.comp, all sizes and strides of four axes in values. spins: it may spin-wait on x; both are F32 then."""
+    """One launch of copy/box.comp, all sizes and strides of four axes in values."""
     x_next = x_stride[3]
     if y.type == "F16":  # a thread takes two values of the last axis
         extent, x_size = (*extent[:3], extent[3] // 2), (*x_size[:3], x_size[3] // 2)
@@ -62,7 +60,7 @@ def strided_copy(
     elements = prod(extent)
     choice = ctx.tuning.pick("copy", elements=elements)
     defines = {"FILL": int(fill), "FROM_F16": int(x.type == "F16"), "TO_F16": int(y.type == "F16")}
-    d = by_threads(
+    return by_threads(
         node,
         ctx,
         "copy/box.comp",
@@ -72,8 +70,8 @@ def strided_copy(
         defines,
         choice=choice,
         moved=8 * elements,
+        spins_on=[x] if x.type == y.type == "F32" and x.name != y.name and not fill else [],
     )
-    return replace(d, waits=SpinWaits(also_part=(x.name,), arrives=prod(d.groups))) if spins else d
 
 
 def by_x(shape: Shape) -> str:
@@ -187,7 +185,6 @@ class Concat(StridedCopies):
                 _strides(y.shape),
                 y_offset=int(start) * stride,
                 part=f"input {i}",
-                spins=y.type == "F32" and y.shape[0] <= FEW,
             )
             for i, (x, start) in enumerate(zip(node.inputs, starts, strict=False))
         ]
