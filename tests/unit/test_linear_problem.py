@@ -35,7 +35,7 @@ def test_tuning_builds_the_node_of_the_suite(case: Case) -> None:
     [
         (
             {"roles": ("w", "x"), "gleu": True},
-            "LINEAR has no param 'gleu'; expected some of roles, glu, gelu, alpha, limit, eps, sum, row0",
+            "LINEAR has no param 'gleu'; expected some of roles, glu, gelu, squared_relu, alpha, limit, eps, sum, row0",
         ),
         ({"roles": ("w", "x", "biases")}, "no input of LINEAR has the role 'biases'; expected some of w, x, norm"),
         ({"glu": True}, "lacks the param 'roles'"),
