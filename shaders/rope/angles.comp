@@ -7,16 +7,20 @@
 //
 // One thread per pair.
 //
-// Defines: WG_SIZE, FACTORS, PREVIOUS (1: of the position before each, as copy/previous.comp has it), those of rope/rope.glsl
-#include "rope/rope.glsl"
-
+// Defines: WG_SIZE, FACTORS, PREVIOUS (1: of the position before each, as copy/previous.comp has it), ROPE_PAIRS, ROPE_FREQUENCIES
+#define ROPE_MSCALE p.mscale
 layout(local_size_x = WG_SIZE) in;
 
 #ifndef PREVIOUS
 #define PREVIOUS 0
 #endif
 
-layout(push_constant) uniform Push { uint count; } p;    // tokens * ROPE_PAIRS
+layout(push_constant) uniform Push {
+    uint count;    // tokens * ROPE_PAIRS
+    float mscale;
+} p;
+
+#include "rope/rope.glsl"
 
 layout(std430, set = 0, binding = 0) readonly buffer Pos { int pos[]; };
 layout(std430, set = 0, binding = 1) writeonly buffer Angles { vec2 angles[]; };

@@ -7,9 +7,8 @@
 //   kv     F32 [tokens, RANK + ROPE_DIM]: latent and shared key
 //   [LEGACY: kv_heads F32 [tokens, HEADS, NOPE + V_DIM]: for each head the part of K that is not rotated, and V]
 //   [not LEGACY: norm F32 [RANK]: weight of the latent's RMS norm]
-//   pos    I32 [tokens]: -1 or a position outside the cache stores nothing
-//   [FACTORS: F32 [ROPE_PAIRS]; they divide the frequencies]
-//   [BIND_ROWS: rows I32 [tokens], the last binding: the row of the caches that a token is stored in, instead of pos]
+//   rows   I32 [tokens]: the row of the caches that a token is stored in; -1 or one outside the caches: none
+//   angles vec2 [tokens, ROPE_DIM / 2]: (cos, sin) of every pair (rope/angles.comp)
 //   q_pe   F32 [tokens, HEADS, ROPE_DIM], out: the rotated values of Q
 //   cache_k  F16 [1, n_ctx, RANK + ROPE_DIM]: normed latent, then rotated key. LEGACY: [HEADS, n_ctx, NOPE + ROPE_DIM], and cache_v [HEADS,
 //            n_ctx, V_DIM]. STORE_F32: the same rows as F32 [tokens, heads, width], for caches of other types
@@ -17,16 +16,12 @@
 // One thread per pair: first the pairs of q_pe, then (LEGACY) those of the rows of K and V of all heads. Without LEGACY workgroup 0 of a token
 // makes its row of K, which needs a sum over the latent, and the pairs of q_pe begin in workgroup 1.
 //
-// Defines: STORE_F32 HEADS NOPE ROPE_DIM RANK V_DIM LEGACY FACTORS, those of rope/rope.glsl and common/reduce.glsl
+// Defines: STORE_F32 HEADS NOPE ROPE_DIM RANK V_DIM LEGACY, those of common/reduce.glsl
 #extension GL_EXT_control_flow_attributes : require
 #include "common/reduce.glsl"
-#include "rope/rope.glsl"
 #include "cache/f16_bits.glsl"
 
 layout(local_size_x = WG_SIZE) in;
-
-#define BIND_POS 3
-#define BIND_OUT (BIND_POS + 1 + FACTORS)
 
 layout(push_constant) uniform Push {
     uint tokens;
@@ -41,23 +36,18 @@ layout(std430, set = 0, binding = 2) readonly buffer InKvHeads { vec2 kv_heads[]
 #else
 layout(std430, set = 0, binding = 2) readonly buffer InNorm { vec2 norm[]; };
 #endif
-layout(std430, set = 0, binding = BIND_POS) readonly buffer InPos { int pos[]; };
-#ifdef BIND_ROWS
-layout(std430, set = 0, binding = BIND_ROWS) readonly buffer InRows { int rows[]; };
-#endif
-#if FACTORS
-layout(std430, set = 0, binding = BIND_POS + 1) readonly buffer InFactors { float factors[]; };
-#endif
-layout(std430, set = 0, binding = BIND_OUT) writeonly buffer OutQ { vec2 q_pe[]; };
+layout(std430, set = 0, binding = 3) readonly buffer InRows { int rows[]; };
+layout(std430, set = 0, binding = 4) readonly buffer InAngles { vec2 angles[]; };
+layout(std430, set = 0, binding = 5) writeonly buffer OutQ { vec2 q_pe[]; };
 #if STORE_F32
-layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer OutK { vec2 k_out[]; };
+layout(std430, set = 0, binding = 6) writeonly buffer OutK { vec2 k_out[]; };
 #else
-layout(std430, set = 0, binding = BIND_OUT + 1) writeonly buffer CacheK { uint k_out[]; };
+layout(std430, set = 0, binding = 6) writeonly buffer CacheK { uint k_out[]; };
 #endif
 #if LEGACY && STORE_F32
-layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer OutV { vec2 v_out[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer OutV { vec2 v_out[]; };
 #elif LEGACY
-layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint v_out[]; };
+layout(std430, set = 0, binding = 7) writeonly buffer CacheV { uint v_out[]; };
 #endif
 
 // Where row `row` of a head begins in the output, and how two values are stored.
@@ -75,21 +65,18 @@ layout(std430, set = 0, binding = BIND_OUT + 2) writeonly buffer CacheV { uint v
 #define RANK2 (RANK / 2)
 #define V_DIM2 (V_DIM / 2)
 
-vec2 rotate(vec2 pair, uint i, int position) {
-#if FACTORS
-    const vec2 angle = rope_angle(i, position, factors[i]);
-#else
-    const vec2 angle = rope_angle(i, position);
-#endif
+// Pair i of a token's rotated dimensions.
+vec2 rotate(vec2 pair, uint token, uint i) {
+    const vec2 angle = angles[token * ROPE_DIM2 + i];
     return vec2(pair.x * angle.x - pair.y * angle.y, pair.x * angle.y + pair.y * angle.x);
 }
 
-vec2 rotate_key(uint token, uint i, int position) { return rotate(kv[token * (RANK2 + ROPE_DIM2) + RANK2 + i], i, position); }
+vec2 rotate_key(uint token, uint i) { return rotate(kv[token * (RANK2 + ROPE_DIM2) + RANK2 + i], token, i); }
 
 #if !LEGACY
 #define ROUNDS ((RANK2 + WG_SIZE - 1) / WG_SIZE)
 
-void store_row(uint t, uint token, int position, int cache_row, bool stores) {
+void store_row(uint t, uint token, int cache_row, bool stores) {
     vec2 latent[ROUNDS];
     float square = 0.0;
     [[unroll]] for (uint i = 0; i < ROUNDS; i++) {
@@ -104,7 +91,7 @@ void store_row(uint t, uint token, int position, int cache_row, bool stores) {
         const uint at = i * WG_SIZE + t;
         if (at < RANK2) k_out[row + at] = PACK(scale * latent[i] * norm[at]);
     }
-    for (uint i = t; i < ROPE_DIM2; i += WG_SIZE) k_out[row + RANK2 + i] = PACK(rotate_key(token, i, position));
+    for (uint i = t; i < ROPE_DIM2; i += WG_SIZE) k_out[row + RANK2 + i] = PACK(rotate_key(token, i));
 }
 #endif
 
@@ -112,25 +99,20 @@ void main() {
     const uint token = gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y;
     if (token >= p.tokens) return;
     const uint t = gl_LocalInvocationID.x;
-    const int position = pos[token];
-#ifdef BIND_ROWS
     const int cache_row = rows[token];
-#else
-    const int cache_row = position;
-#endif
     const bool stores = cache_row >= 0 && uint(cache_row) < p.n_ctx;
 #if LEGACY
     uint pair = gl_WorkGroupID.x * WG_SIZE + t;
 #else
     if (gl_WorkGroupID.x == 0) {
-        store_row(t, token, position, cache_row, stores);
+        store_row(t, token, cache_row, stores);
         return;
     }
     const uint pair = (gl_WorkGroupID.x - 1u) * WG_SIZE + t;
 #endif
     if (pair < HEADS * ROPE_DIM2) {
         const uint head = pair / ROPE_DIM2, i = pair % ROPE_DIM2;
-        q_pe[(token * HEADS + head) * ROPE_DIM2 + i] = rotate(q[(token * HEADS + head) * (NOPE2 + ROPE_DIM2) + NOPE2 + i], i, position);
+        q_pe[(token * HEADS + head) * ROPE_DIM2 + i] = rotate(q[(token * HEADS + head) * (NOPE2 + ROPE_DIM2) + NOPE2 + i], token, i);
         return;
     }
 #if LEGACY
@@ -138,7 +120,7 @@ void main() {
     pair -= HEADS * ROPE_DIM2;
     if (pair < HEADS * (NOPE2 + ROPE_DIM2)) {
         const uint head = pair / (NOPE2 + ROPE_DIM2), i = pair % (NOPE2 + ROPE_DIM2);
-        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + i] : rotate_key(token, i - NOPE2, position);
+        const vec2 key = i < NOPE2 ? kv_heads[(token * HEADS + head) * (NOPE2 + V_DIM2) + i] : rotate_key(token, i - NOPE2);
         k_out[ROW_OF(token, cache_row, head, HEADS) * (NOPE2 + ROPE_DIM2) + i] = PACK(key);
         return;
     }

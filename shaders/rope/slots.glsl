@@ -4,13 +4,14 @@
 //   uvec2 places(uint slot)                                the two places of a slot within its head, in units of two values
 //   void rotate(inout vec2 a, inout vec2 b, vec4 angles)   rotates the values at these places; angles: (cos, sin) of each pair
 //
-// Defines: ROPE_PAIRS (even: n_dims / 2; 0: no RoPE), ROPE_NEOX (1: dimension i is paired with i + ROPE_PAIRS, 0: with its neighbour)
+// Defines: ROPE_PAIRS (even: n_dims / 2; 0: no RoPE), which may be a value of the includer; ROPE_NEOX (1: dimension i is paired with
+// i + ROPE_PAIRS, 0: with its neighbour, or there is no RoPE)
 #include "rope/rotate.glsl"
 
 #define ROTATED_SLOTS (ROPE_PAIRS / 2)
 
 uvec2 places(uint slot) {
-#if ROPE_NEOX && ROPE_PAIRS
+#if ROPE_NEOX
     if (slot < ROTATED_SLOTS) return uvec2(slot, slot + ROTATED_SLOTS);
 #endif
     return uvec2(2u * slot, 2u * slot + 1u);

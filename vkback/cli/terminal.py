@@ -30,7 +30,7 @@ PARAMETERS: dict[str, Parameters] = {
     "gemv/gemv": (("WG", "threads"), ("LANES", "lanes"), ("ROWS", "rows")),
     "attention/decode/attention": (("WG_SIZE", "threads"), ("HEADS", "heads"), ("SPLITS", "splits")),
     "norm/norm": (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("ROUNDS", "rounds")),
-    "rope/rope": (("WG_SIZE", "threads"), ("HEADS", "heads")),
+    "rope/rope": (("WG_SIZE", "threads"), ("ROUNDS", "rounds")),
     "topk/router": (("WG_SIZE", "threads"), ("EXPERTS", "experts"), ("USED", "used")),
     "moe/moe_reduce": (("WG_SIZE", "threads"), ("WIDTH", "wide"), ("USED", "experts")),
     "probe/read": (("WG", "threads"), ("UNROLL", "loads")),

@@ -11,14 +11,24 @@ from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.lowering import LowerContext, PlanError, Sync
 from vkback.ops.matmul.pack_nodes import LOWER
 from vkback.ops.op import OPS
+from vkback.ops.rope.rope import ANGLES
 from vkback.ops.storage import nbytes, shards
 from vkback.plan.exact import arithmetic_as_written
 from vkback.plan.passes.choose import choices_of
 from vkback.plan.passes.fuse import fuse
 from vkback.plan.passes.heads import store_by_products
 from vkback.plan.passes.pack import pack_activations
-from vkback.plan.passes.training import fuse_training, without_repeats
-from vkback.plan.schedule import Schedule, Slot, allocate, allocate_unaliased, in_one_block, into_stages, with_side_results_late
+from vkback.plan.passes.training import PACKING, fuse_training
+from vkback.plan.schedule import (
+    Schedule,
+    Slot,
+    allocate,
+    allocate_unaliased,
+    in_one_block,
+    into_stages,
+    with_side_results_late,
+    without_repeats,
+)
 from vkback.plan.schedule_choice import schedule_choice
 from vkback.plan.sync import without_barriers
 
@@ -43,14 +53,14 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
         if lower is None:
             raise PlanError(f"[plan] {node.name}: op {node.op} has no kernel; known are {', '.join(sorted(OPS))}")
         dispatches.extend(lower(node, ctx))
-    if fusion == "training":
-        dispatches = without_repeats(dispatches)
+    dispatches = without_repeats(dispatches, {ANGLES, PACKING} if fusion == "training" else {ANGLES})
     if ctx.exact:
         dispatches = arithmetic_as_written(dispatches)
     spins = ctx.sync == "sentinel"
     schedule = Schedule(into_stages(dispatches, ahead=ahead, given=crossing if spins else ()))
     if spins:
-        late = with_side_results_late(schedule.stages, [t.name for t in graph.outputs])
+        # Angles cannot spin-wait: they stay in front, where barriers are.
+        late = with_side_results_late(schedule.stages, [t.name for t in graph.outputs], {ANGLES})
         tried = [without_barriers(Schedule(stages), ctx.caps.max_storage_bindings, crossing) for stages in (schedule.stages, late)]
         schedule = max(tried, key=lambda s: len(s.barrier_free))
     for dispatch in schedule.dispatches():

@@ -72,6 +72,22 @@ def overlap(part: str, other: str) -> bool:
     return not part or not other or part == other
 
 
+def without_repeats(dispatches: Sequence[Dispatch], sources: Collection[str]) -> list[Dispatch]:
+    """The dispatches without those that kernels of these sources would repeat on values that have not changed since."""
+    out: list[Dispatch] = []
+    done: dict[tuple[object, ...], set[str]] = {}
+    for d in dispatches:
+        key = (d.kernel, d.args, d.push, d.groups)
+        if key in done:
+            continue
+        written = {name for name, _ in d.writes}
+        done = {k: names for k, names in done.items() if names.isdisjoint(written)}
+        if d.kernel.source in sources:
+            done[key] = {a.tensor.name for a in d.args}
+        out.append(d)
+    return out
+
+
 class _Touched:
     """The last stage that touched each part of each tensor."""
 
@@ -137,12 +153,16 @@ def _needed(stages: Sequence[Sequence[Dispatch]], outputs: Collection[str]) -> s
     return found
 
 
-def with_side_results_late(stages: Sequence[Sequence[Dispatch]], outputs: Collection[str]) -> list[list[Dispatch]]:
+def with_side_results_late(
+    stages: Sequence[Sequence[Dispatch]], outputs: Collection[str], still: Collection[str] = ()
+) -> list[list[Dispatch]]:
     """The stages with all that leads to states alone, as the caches of an EAGLE-3 head, as late as it may run: then it is in few stages,
-    and next to each other. outputs: names of the graph's. Where all leads to states, as in a prompt without logits, nothing moves."""
+    and next to each other. outputs: names of the graph's. Where all leads to states, as in a prompt without logits, nothing moves.
+    still: sources of kernels that stay where they are."""
     needed, end = _needed(stages, outputs), len(stages)
     if not needed:
         return [[*stage] for stage in stages]
+    needed |= {id(d) for stage in stages for d in stage if d.kernel.source in still}
     written, read = _Touching(), _Touching()
     found: list[list[Dispatch]] = [[] for _ in stages]
     for i in reversed(range(end)):

@@ -140,8 +140,7 @@ class RopeExt(Op):
             "INTERLEAVED": int(params["mode"] == "normal"),
             "PAIR_POSITION": ",".join(f"{number}u" for number, _ in sectors),
             "FACTORS": len(factors),
-            "ROPE_PAIRS": pairs,
-            "ROPE_FREQUENCIES": rope_angles.table_define(table),
+            **rope_angles.table_defines(table),
         }
         return [
             by_threads(

@@ -103,17 +103,6 @@ def fixed_point(params: Mapping[str, Any], powers: Sequence[int] | None = None) 
         return [int((f / (2 * constants.PI) * 2**64).to_integral_value()) % 2**64 for f in table]
 
 
-def table_define(table: Sequence[int]) -> str:
-    """The define ROPE_FREQUENCIES of such a table."""
-    return ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table)
-
-
-def defines(params: Mapping[str, Any]) -> dict[str, str]:
-    """The defines of shaders/rope/rope.glsl. params: those of `frequencies`, and mode ("normal" or "neox") and attn_factor."""
-    table = fixed_point(params)
-    return {
-        "ROPE_PAIRS": str(len(table)),
-        "ROPE_FREQUENCIES": table_define(table),
-        "ROPE_MSCALE": repr(np.float32(mscale(params)).item()),
-        "ROPE_NEOX": str(MODES[params["mode"]]),
-    }
+def table_defines(table: Sequence[int]) -> dict[str, str | int]:
+    """The defines ROPE_PAIRS and ROPE_FREQUENCIES of shaders/rope/rope.glsl for such a table."""
+    return {"ROPE_PAIRS": len(table), "ROPE_FREQUENCIES": ",".join(f"uvec2({t >> 32}u,{t & 0xFFFFFFFF}u)" for t in table)}

@@ -28,7 +28,7 @@ from vkback.ops.dispatch import MAX_GROUPS_X, Arg, Dispatch, ceil_div, pack_push
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.op import OPS, Op, register
 from vkback.ops.rope import angles as rope_angles
-from vkback.ops.rope.rope import FREQUENCY, frequency_factors
+from vkback.ops.rope.rope import FREQUENCY, frequency_factors, own_angles
 from vkback.ops.storage import nbytes
 from vkback.ops.view import View
 from vkback.ops.workgroup import reduction, workgroup_size
@@ -82,14 +82,13 @@ class MlaRopeSetRows(Op):
         defines |= {"HEADS": heads, "NOPE": nope, "ROPE_DIM": rot, "RANK": rank, "V_DIM": values}
         caches = [cache_k, *rest[:legacy]]
         rows = staged_rows(f"{q_pe.name}.stored", n, caches)
-        defines |= {"LEGACY": int(legacy), "FACTORS": len(factors), "STORE_F32": int(rows is not caches)}
-        defines |= {key: value for key, value in rope_angles.defines(params).items() if key != "ROPE_NEOX"}
-        args = [*map(Arg, (q, kv, third, pos, *factors)), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)]
-        if own_rows is not None and rows is caches:
-            defines["BIND_ROWS"] = len(args)
-            args.append(Arg(own_rows))
+        defines |= {"LEGACY": int(legacy), "STORE_F32": int(rows is not caches)}
+        angles = own_angles(node, ctx, pos, factors)
+        read = (q, kv, third, own_rows or pos, angles.args[1].tensor)
+        args = [*map(Arg, read), Arg(q_pe, "w"), *(Arg(t, "w") for t in rows)]
         gz = ceil_div(n, MAX_GROUPS_X)
         return [
+            angles,
             Dispatch(
                 Variant.of("rope/latent.comp", defines, subgroup_size=subgroup),
                 tuple(args),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ declare(
     params={"wg_size": (8, 16, 32, 64, 128, 256), "heads_per_group": "positive"},
 )
 
+
+ANGLES = "rope/angles.comp"
 
 FREQUENCY = tuple(name for name in rope_angles.DEFAULTS if name != "mode")
 """Params of the frequencies that a case may give in place of the defaults."""
@@ -94,7 +97,47 @@ class _Heads:
     dim: int
 
 
-def _dispatch(node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg], defines: Mapping[str, int], n_ctx: int) -> Dispatch:
+def angles_dispatch(
+    node: Node, ctx: LowerContext, pos: Tensor, factors: Sequence[Tensor], out: Tensor, *, previous: bool = False
+) -> Dispatch:
+    """Makes the angles `out`, F32 [n, n_dims / 2, 2], for the rotation of a node. previous: of PREVIOUS of the positions."""
+    for t in factors:
+        if t.elements < node.params["n_dims"] // 2:
+            raise PlanError(f"[{node.op}] {node.name}: frequency factors {t}: expected n_dims / 2 = {node.params['n_dims'] // 2} values")
+    count = out.elements // 2
+    wg = workgroup_size(ctx.caps, 32)
+    table = rope_angles.fixed_point(node.params)
+    defines: dict[str, str | int] = {"WG_SIZE": wg, "FACTORS": len(factors), **rope_angles.table_defines(table)}
+    defines |= {"PREVIOUS": 1} if previous else {}
+    return Dispatch(
+        Variant.of(ANGLES, defines),
+        (Arg(pos), Arg(out, "w"), *map(Arg, factors)),
+        pack_push(count, float(rope_angles.mscale(node.params))),
+        spread(ceil_div(count, wg)),
+        "ROPE_ANGLES",
+        out.name,
+        f"{wg} threads: a pair each, nothing to choose",
+        nbytes=4 * out.elements,
+        flops=30 * count,
+    )
+
+
+def angles_of(pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Tensor:
+    """The angles of a rotation: F32 [n, n_dims / 2, 2]. Rotations alike have one name for them, so that a plan makes them once."""
+    alike = repr((pos.name, [t.name for t in factors], [params[key] for key in rope_angles.PARAMS if key != "mode"]))
+    name = f"rope_angles.{hashlib.sha256(alike.encode()).hexdigest()[:6]}"
+    return Tensor(name, "F32", (pos.elements, int(params["n_dims"]) // 2, 2))
+
+
+def own_angles(node: Node, ctx: LowerContext, pos: Tensor, factors: Sequence[Tensor]) -> Dispatch:
+    """Makes the angles of a node that is given none. Its param previous_of: what its positions are PREVIOUS of."""
+    source = node.params.get("previous_of")
+    return angles_dispatch(node, ctx, source or pos, factors, angles_of(pos, factors, node.params), previous=source is not None)
+
+
+def _dispatch(
+    node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg], defines: Mapping[str, int], n_ctx: int, rotated: bool
+) -> Dispatch:
     n_dims = node.params["n_dims"]
     if heads.dim % 4 or n_dims % 4 or not 0 <= n_dims <= heads.dim:
         raise PlanError(
@@ -106,15 +149,15 @@ def _dispatch(node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg],
     per_group = min(choice["heads_per_group"], total)
     wg = workgroup_size(ctx.caps, choice["wg_size"], heads.dim // 4)
     values, subgroup = reduction(ctx.caps, wg)
-    values |= {"HEAD_DIM": heads.dim, "Q_HEADS": heads.q, "KV_HEADS": heads.kv, "HEADS": per_group}
-    values |= {**defines, **rope_angles.defines(node.params)}
+    neox = rotated and rope_angles.MODES[node.params["mode"]]
+    values |= {**defines, "ROUNDS": ceil_div(heads.dim // 4, wg), "ROPE": int(rotated), "ROPE_NEOX": int(neox)}
     gz = ceil_div(heads.n, MAX_GROUPS_X)
     rows = heads.n * total * heads.dim
     groups = (ceil_div(total, per_group), ceil_div(heads.n, gz), gz)
     return Dispatch(
         Variant.of("rope/rope.comp", values, subgroup_size=subgroup),
         tuple(args),
-        pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0))),
+        pack_push(heads.n, n_ctx, float(node.params.get("eps", 0.0)), heads.dim, heads.q, heads.kv, per_group, n_dims // 2),
         groups,
         node.op,
         node.name,
@@ -123,12 +166,6 @@ def _dispatch(node: Node, ctx: LowerContext, heads: _Heads, args: Sequence[Arg],
         flops=6 * rows,
         waits=SpinWaits(shares=tuple(a.tensor.name for a in args[: 1 if heads.kv == 0 or defines["PACKED"] else 3]), arrives=prod(groups)),
     )
-
-
-def _check_factors(node: Node, factors: Sequence[Tensor]) -> None:
-    for t in factors:
-        if t.elements < node.params["n_dims"] // 2:
-            raise PlanError(f"[{node.op}] {node.name}: frequency factors {t}: expected n_dims / 2 = {node.params['n_dims'] // 2} values")
 
 
 @register
@@ -166,11 +203,11 @@ class Rope(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         x, pos, *factors = node.inputs
-        _check_factors(node, factors)
         n, heads, dim = x.shape
-        args = (Arg(x), Arg(pos), *map(Arg, factors), Arg(node.outputs[0], "w"))
-        defines = {"STORE": 0, "PACKED": 0, "NORM": 0, "FACTORS": len(factors)}
-        return [_dispatch(node, ctx, _Heads(n, heads, 0, dim), args, defines, 0)]
+        angles = [own_angles(node, ctx, pos, factors)] if node.params["n_dims"] else []
+        args = (Arg(x), *(Arg(d.args[1].tensor) for d in angles), Arg(node.outputs[0], "w"))
+        defines = {"STORE": 0, "STORE_F32": 0, "PACKED": 0, "NORM": 0}
+        return [*angles, _dispatch(node, ctx, _Heads(n, heads, 0, dim), args, defines, 0, bool(angles))]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):
@@ -250,25 +287,7 @@ class RopeAngles(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         pos, *factors = node.inputs
-        _check_factors(node, factors)
-        out = node.outputs[0]
-        count = out.elements // 2
-        wg = workgroup_size(ctx.caps, 32)
-        defines: dict[str, str | int] = {"WG_SIZE": wg, "FACTORS": len(factors), **rope_angles.defines(node.params)}
-        defines |= {"PREVIOUS": 1} if node.params.get("previous") else {}
-        return [
-            Dispatch(
-                Variant.of("rope/angles.comp", defines),
-                (Arg(pos), Arg(out, "w"), *map(Arg, factors)),
-                pack_push(count),
-                spread(ceil_div(count, wg)),
-                node.op,
-                node.name,
-                f"{wg} threads: a pair each, nothing to choose",
-                nbytes=4 * out.elements,
-                flops=30 * count,
-            )
-        ]
+        return [angles_dispatch(node, ctx, pos, factors, node.outputs[0], previous=bool(node.params.get("previous")))]
 
     def cases(self) -> Iterator[Case]:
         yarn: dict[str, Any] = {"freq_base": 150000.0, "freq_scale": 1 / 32, "ext_factor": 1.0}
@@ -358,15 +377,15 @@ class QkvRopeSetRows(Op):
         if len(extra) != norm + bool(params["has_ff"]):
             announced = norm + bool(params["has_ff"])
             raise PlanError(f"[{self.name}] {node.name}: {len(extra)} inputs after the caches, has_norm and has_ff announce {announced}")
-        _check_factors(node, extra[norm:])
         caches = (cache_k, cache_v)
         kv = staged_rows(f"{q_out.name}.stored", heads.n, caches)
-        args = [*map(Arg, sources), Arg(pos), *map(Arg, extra), Arg(q_out, "w"), *(Arg(t, "w") for t in kv)]
-        defines = {"STORE": 1, "STORE_F32": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2, "FACTORS": len(extra) - norm}
-        if rows is not None and kv is caches:
-            defines["BIND_ROWS"] = len(args)
-            args.append(Arg(rows))
-        return [_dispatch(node, ctx, heads, args, defines, n_ctx), *store_staged_rows(kv, rows or pos, caches, ctx)]
+        stored_in = [Arg(rows or pos)] if kv is caches else []
+        angles = [own_angles(node, ctx, pos, extra[norm:])] if params["n_dims"] else []
+        given_angles = [Arg(d.args[1].tensor) for d in angles]
+        args = [*map(Arg, sources), *stored_in, *map(Arg, extra[:norm]), *given_angles, Arg(q_out, "w"), *(Arg(t, "w") for t in kv)]
+        defines = {"STORE": 1, "STORE_F32": int(kv is not caches), "PACKED": int(packed), "NORM": norm // 2}
+        rotate = _dispatch(node, ctx, heads, args, defines, n_ctx, bool(angles))
+        return [*angles, rotate, *store_staged_rows(kv, rows or pos, caches, ctx)]
 
     def cases(self) -> Iterator[Case]:
         for mode in ("normal", "neox"):

@@ -12,6 +12,7 @@ from vkback.ops.attention import unfused
 from vkback.ops.attention.paged import paged_inputs
 from vkback.ops.matmul.linear_heads import heads_problem
 from vkback.ops.rope import angles as rope_angles
+from vkback.ops.rope.rope import angles_of
 from vkback.ops.view import View
 from vkback.plan.nodes import Index, Nodes, replace, rewrite, tokens_of
 from vkback.plan.passes.linear import combine
@@ -61,11 +62,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
         norms = index.one_use_producer(q, "RMS_NORM_MUL"), index.one_use_producer(k, "RMS_NORM_MUL")
         extra: tuple[Tensor, ...] = ()
         # The kernel norms Q and K or neither.
-        if (
-            norms[0] is not None
-            and norms[1] is not None
-            and _fits(norms[0], norms[1], v, q_in.shape[-1], len(factors) + len(rows), index, bindings)
-        ):
+        if norms[0] is not None and norms[1] is not None and _fits(norms[0], norms[1], v, q_in.shape[-1], bool(ropes), index, bindings):
             gone += [norms[0], norms[1]]
             q, k = norms[0].inputs[0], norms[1].inputs[0]
             extra = (norms[0].inputs[1], norms[1].inputs[1])
@@ -83,7 +80,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
     return nodes
 
 
-def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, more: int, index: Index, bindings: int) -> bool:
+def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, rotated: bool, index: Index, bindings: int) -> bool:
     """Whether QKV_ROPE_SET_ROWS can take norms in: those of each head, whose weights are a head wide, where it has bindings for them. Q, K
     and V right from products become one tensor (`pack_qkv`)."""
     if not norm_q.inputs[1].shape == norm_k.inputs[1].shape == (head_dim,):
@@ -94,7 +91,7 @@ def _fits(norm_q: Node, norm_k: Node, v: Tensor, head_dim: int, more: int, index
         return index.one_use_producer(added.inputs[0] if added is not None else t, "LINEAR") is not None
 
     packed = all(map(from_product, (norm_q.inputs[0], norm_k.inputs[0], v)))
-    return packed or 9 + more <= bindings  # q, k, v, pos, two caches, two norms, and the Q that comes out
+    return packed or 9 + rotated <= bindings  # q, k, v, rows, two caches, two norms, the Q that comes out, and angles
 
 
 def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
@@ -351,14 +348,9 @@ def may_pack(products: Sequence[Node | None], index: Index) -> list[Node]:
 
 def angles_node(nodes: Sequence[Node], pos: Tensor, factors: Sequence[Tensor], params: Mapping[str, Any]) -> Node:
     """The node that makes the angles of a rotation: the one there is, else a new one."""
-    inputs = (pos, *factors)
-    rope = {key: params[key] for key in rope_angles.PARAMS}
-    present = [n for n in nodes if n.op == "ROPE_ANGLES"]
-    for node in present:
-        if node.inputs == inputs and node.params == rope:
-            return node
-    angles = Tensor(f"rope_angles.{len(present)}", "F32", (pos.elements, params["n_dims"] // 2, 2))
-    return Node("ROPE_ANGLES", inputs, (angles,), rope)
+    out = angles_of(pos, factors, params)
+    present = next((n for n in nodes if n.op == "ROPE_ANGLES" and n.name == out.name), None)
+    return present or Node("ROPE_ANGLES", (pos, *factors), (out,), {key: params[key] for key in rope_angles.PARAMS})
 
 
 def _runs(gemvs: Sequence[Node]) -> list[list[Node]]:

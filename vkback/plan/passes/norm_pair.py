@@ -10,6 +10,8 @@ from vkback.ops.lowering import LowerContext
 from vkback.ops.norm_pair import RmsNormPair
 from vkback.plan.nodes import Index, Nodes, rewrite
 
+ROTATING = frozenset({"ROPE", "ROPE_ANGLES", "QKV_ROPE_SET_ROWS", "MLA_ROPE_SET_ROWS"})
+
 
 def fuse_norm_pairs(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
     """CONCAT along a row of two RMS_NORM_MUL, the second of GET_ROWS of a state -> RMS_NORM_PAIR. It also leaves the rows, or these normed,
@@ -40,11 +42,16 @@ def fuse_norm_pairs(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> 
 
 
 def previous_into_angles(nodes: Nodes) -> Nodes:
-    """ROPE_ANGLES of PREVIOUS -> ROPE_ANGLES with `previous`, which need not wait for it."""
+    """ROPE_ANGLES of PREVIOUS -> ROPE_ANGLES with `previous`, which need not wait for it; what makes its own angles by such positions gets
+    `previous_of`."""
     previous = {n.outputs[0].name: n.inputs[0] for n in nodes if n.op == "PREVIOUS"}
 
     def of_pos(node: Node) -> Node:
-        pos, *factors = node.inputs
-        return dataclasses.replace(node, inputs=(previous[pos.name], *factors), params={**node.params, "previous": True})
+        pos = next((t for t in node.inputs if t.name in previous), None)
+        if pos is None or node.op not in ROTATING:
+            return node
+        if node.op != "ROPE_ANGLES":
+            return dataclasses.replace(node, params={**node.params, "previous_of": previous[pos.name]})
+        return dataclasses.replace(node, inputs=(previous[pos.name], *node.inputs[1:]), params={**node.params, "previous": True})
 
-    return [of_pos(n) if n.op == "ROPE_ANGLES" and n.inputs[0].name in previous else n for n in nodes]
+    return [of_pos(node) for node in nodes]

@@ -9,10 +9,9 @@ A product is fused if it goes by matrices or has a low-rank factor (vkback/ops/m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from vkback.graph import Node, Tensor
-from vkback.ops.dispatch import Dispatch
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul import low_rank
 from vkback.ops.matmul.choice import ProductChoice
@@ -20,6 +19,9 @@ from vkback.ops.training.mul_mat_back import adds
 from vkback.plan.nodes import Index, Nodes, replace
 
 ROLES = ("w", "x", "residual")
+
+PACKING = "gemm/pack_f16.comp"
+"""Packs activations or gradients; two products of one value ask for it twice."""
 
 
 def fuse_training(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
@@ -95,22 +97,3 @@ def _takes_residual(product: Node, ctx: LowerContext) -> bool:
     if low_rank.is_factor(w, x.shape[0], ctx):
         return not low_rank.makes_rank(w, back=False)
     return isinstance(product.choice, ProductChoice) and product.choice.kernel == "coop_mat"
-
-
-PACKING = "gemm/pack_f16.comp"
-
-
-def without_repeats(dispatches: Sequence[Dispatch]) -> list[Dispatch]:
-    """The dispatches without repeated packings of values that have not changed since."""
-    out: list[Dispatch] = []
-    done: dict[tuple[object, ...], set[str]] = {}
-    for d in dispatches:
-        key = (d.kernel, d.args, d.push, d.groups)
-        if key in done:
-            continue
-        written = {name for name, _ in d.writes}
-        done = {k: names for k, names in done.items() if names.isdisjoint(written)}
-        if d.kernel.source == PACKING:
-            done[key] = {a.tensor.name for a in d.args}
-        out.append(d)
-    return out
