@@ -84,13 +84,14 @@ def of_head(s: Schedule, kernel: str) -> list[int]:
 
 
 def test_a_draft_has_two_barriers(plans: Plans) -> None:
-    """Stage 0 (the embedding, the angles), both norms, Q with K and V, attention, its output, gate and up, down, the output layer beside
-    the store of the hidden row, and the choice. The norms read what stage 0 makes, and the sampler has no spin-waits."""
+    """Both norms beside the angles, Q with K and V, attention, its output, gate and up, down, the output layer beside the store of the
+    hidden row, and the choice. Nobody spins on what stage 0 makes, and the sampler has no spin-waits."""
     s = plans.head_token("greedy")
-    assert of_head(s, "norm/norm_pair.comp") == [1] and len(s.stages) == 9
-    assert s.barrier_free == set(range(2, 8))
-    (d,) = s.stages[1]
+    assert of_head(s, "norm/norm_pair_embedded.comp") == [0] and len(s.stages) == 8
+    assert s.barrier_free == set(range(2, 7))
+    (d,) = (d for d in s.stages[0] if d.op == "RMS_NORM_PAIR")
     assert [a.tensor.type for a in d.args if "w" in a.access] == ["Q8_1", "F32"]  # and the residual
+    assert not {"GET_ROWS", "CONCAT", "RMS_NORM_MUL"} & {d.op for d in s.dispatches()}
 
 
 def test_a_step_of_few_columns_has_the_barriers_of_one_without_a_head(plans: Plans) -> None:

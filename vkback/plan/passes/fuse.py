@@ -35,7 +35,7 @@ from vkback.plan.passes.linear import (
     post_norms_into_prologue,
     quantize_activations,
 )
-from vkback.plan.passes.norm_pair import fuse_norm_pairs, previous_into_angles
+from vkback.plan.passes.norm_pair import embeddings_into_pairs, fuse_norm_pairs, previous_into_angles
 from vkback.plan.passes.router import fuse_choice, fuse_router, gates_as_experts
 from vkback.plan.schedule_choice import schedule_choice
 
@@ -62,7 +62,7 @@ def fuse(graph: Graph, ctx: LowerContext, *, level: str = "all") -> Nodes:
     nodes = fuse_altup(nodes, outputs, ctx)
     for step in (fuse_embedding, fuse_norms, fuse_latent):
         nodes = step(nodes, outputs)
-    nodes = fuse_norm_pairs(nodes, outputs, ctx)
+    nodes = embeddings_into_pairs(fuse_norm_pairs(nodes, outputs, ctx), outputs, ctx)
     if n == 1 and not ctx.exact:
         nodes = fuse_altup_routers(fuse_delta_net(nodes, outputs, ctx), outputs, ctx)
     nodes = fuse_attention(nodes, outputs, bindings=ctx.caps.max_storage_bindings)

@@ -41,6 +41,28 @@ def fuse_norm_pairs(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> 
     return rewrite(nodes, outputs, match)
 
 
+def embeddings_into_pairs(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
+    """RMS_NORM_PAIR of GET_ROWS of a weight, which nobody else reads -> RMS_NORM_PAIR of the weight, and of positions in place of their
+    PREVIOUS. Of a draft it is in the first stage then."""
+    bindings = ctx.caps.max_storage_bindings
+
+    def match(node: Node, index: Index) -> tuple[list[Node], Node] | None:
+        embedded = index.one_use_producer(node.inputs[0], "GET_ROWS") if node.op == "RMS_NORM_PAIR" else None
+        if embedded is None or not embedded.params.keys() <= {"scale"} or len(node.inputs) + len(node.outputs) + 1 > bindings:
+            return None
+        table, tokens = embedded.inputs
+        if not RmsNormPair.embeds(table, tokens.elements, ctx):
+            return None
+        _, *inputs, ids = node.inputs
+        previous = index.producer.get(ids.name)
+        params = {**node.params, **embedded.params, "embeds": True}
+        if previous is not None and previous.op == "PREVIOUS":
+            ids, params = previous.inputs[0], {**params, "previous": True}
+        return [embedded, node], dataclasses.replace(node, inputs=(table, *inputs, ids, tokens), params=params)
+
+    return rewrite(nodes, outputs, match)
+
+
 def previous_into_angles(nodes: Nodes) -> Nodes:
     """ROPE_ANGLES of PREVIOUS -> ROPE_ANGLES with `previous`, which need not wait for it; what makes its own angles by such positions gets
     `previous_of`."""
