@@ -37,10 +37,14 @@ def reg_shape(caps: Any) -> GemmShape:
 
 
 @pytest.mark.vulkan
+@pytest.mark.parametrize("fours", [False, True])
 @pytest.mark.parametrize(("dim", "n", "factor"), [(32, 1, 1.0), (160, 5, 0.25), (1024, 18, 1.0)])
-def test_in_unit_order(dim: int, n: int, factor: float, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
-    """Runs everywhere, as packing does. An odd number of blocks has zeros behind the row; a hidden row that is none is zeros."""
+def test_in_unit_order(dim: int, n: int, factor: float, fours: bool, device: Device, kernels: ShaderLibrary, ctx: LowerContext) -> None:
+    """Runs everywhere, as packing does. An odd number of blocks has zeros behind the row; a hidden row that is none is zeros.
+    fours: four values of a column lie together, as on NVIDIA."""
     shape, rng = reg_shape(device.caps), np.random.default_rng(7)
+    if fours and device.caps.subgroup_size == 8:
+        shape = dataclasses.replace(shape, matrix=(8, 8, 16), row_lanes=4)
     y = gemm_reg.packed_units("y", n, 2 * dim, shape)
     a, table = Tensor("a", "F32", (n, dim), "input"), Tensor("table", "F32", (1, n + 3, dim), "state")
     wa, wb = (Tensor(name, "F32", (dim,), "input") for name in ("wa", "wb"))
