@@ -16,7 +16,9 @@ from plan_kit import LARGE, check_device_limits, schedule
 
 from vkback.device import Capabilities, Device, profile_ids
 from vkback.device.spirv import inspect
-from vkback.engine.engine import Engine
+from vkback.engine.engine import Engine, cache_types
+from vkback.engine.load_options import LoadOptions
+from vkback.engine.plans import Plans
 from vkback.evaluate.judge import nmse
 from vkback.evaluate.twin import NumpyTwin
 from vkback.graph import Tensor
@@ -154,6 +156,37 @@ def test_a_stage_of_its_own_for_the_norm_is_barrier_free(models: Callable[[str],
     norms = {i for i, stage in enumerate(s.stages) if any(d.op == "RMS_NORM_MUL" for d in stage)}
     assert len(norms) > 12 and len(norms - s.barrier_free) <= 1 and len(cannot) <= 2
     assert s.barrier_free == {i for i in range(2, len(s.stages)) if not {i - 1, i} & cannot}
+
+
+OF_FEW = (
+    "llama-8b-Q4_K_S",
+    "gemma4-e4b-Q4_K_M",
+    "gemma3n-e4b-Q4_K_M",
+    "qwen35moe-35b-a3b-Q4_K_M",
+    "nemotron-nano-9b-Q4_K_M",
+    "gpt-oss-20b-MXFP4",
+)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 16])
+@pytest.mark.parametrize("name", OF_FEW)
+def test_nobody_waits_for_what_a_later_stage_makes(name: str, columns: int, models: Callable[[str], Model]) -> None:
+    """Layers of gemma4 that read the rows of an earlier one's cache once shared its counter: it waited for all of them, and timed out."""
+    model = models(name)
+    plans = Plans(model, planned_for("nvidia_h200_linux"), 1024, fusion="all", cache=cache_types(model, LoadOptions(ctx=1024)), slots=17)
+    s = plans.token("greedy") if columns == 1 else plans.drafts(columns, "greedy")
+    made: dict[str, int] = {}
+    for i, d in ((i, d) for i, stage in enumerate(s.stages) for d in stage):
+        made |= {a.tensor.name: i for a in d.args if "w" in a.access and a.tensor.kind in ("node", "counter")}
+    waiting = [
+        (i, name)
+        for i in s.barrier_free
+        for d in s.stages[i]
+        for a in d.args
+        if (name := a.tensor.name).endswith(ARRIVALS) and a.access == "r"
+    ]
+    waiting += [(i, name) for i in s.barrier_free for d in s.stages[i] if d.waits for name in d.waits.words if name not in d.waits.own]
+    assert len(waiting) > model.hp.n_layer and all(made[name] < i for i, name in waiting)
 
 
 D, E = Tensor("d", "F32", (8,)), Tensor("e", "F32", (8,))

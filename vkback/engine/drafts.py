@@ -32,6 +32,9 @@ ENTRY = 1.1
 """Gain at which drafts begin; they go on down to 1."""
 
 
+CHEAP = 1.5
+"""Of a step without drafts: what one may take before a draft of the text was right. Where all take more, it is the narrowest."""
+
 KEPT_SHARE = 0.9
 """Of the weight of a step's drafts when the next one is counted."""
 
@@ -313,14 +316,16 @@ class Pace:
         return sum(self._recent) / len(self._recent) if self._recent else 1.0
 
     def _best(self, times: StepTimes) -> int:
-        """Columns of the step that makes the most tokens in its time; of the narrowest that pays, until a draft was right."""
+        """Columns of the step that makes the most tokens in its time; until a draft was right, of one that costs little if none is."""
         if self._drafts is None or self.probe is None or len(self.probe.hits) < ENOUGH or self._saved < -(LOSS + LOSS_SHARE * self.made):
             return 1
         hits = list(self.probe.hits)
         gains = {c: tokens_per_step(hits, min(c, self._drafts.most + 1)) / times.of[c] for c in self._drafts.classes if c in times.of}
         enough = 1.0 if self._columns > 1 else ENTRY
         pay = {c: gain for c, gain in gains.items() if gain > enough}
-        return max(pay, key=lambda c: pay[c] if self._proven else -c, default=1)
+        if not self._proven:
+            pay = {c: gain for c, gain in pay.items() if times.of[c] <= CHEAP} or dict(list(pay.items())[:1])
+        return max(pay, key=lambda c: pay[c], default=1)
 
 
 LONGEST_REST = 31

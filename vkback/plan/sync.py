@@ -22,7 +22,8 @@ Results that every workgroup reads repeatedly, or whose memory cannot be filled,
 (shaders/common/arrivals.glsl): each workgroup of the producing dispatch increments a counter, which starts as SENTINEL, once it has stored
 everything. A kernel that has seen the full count knows that all workgroups of that dispatch have ended: all of its outputs are complete,
 and so is everything that any of its workgroups waited for, and what all of them together waited for. If several dispatches of a stage make
-what a consumer waits for, they share a counter.
+what a consumer waits for, they share a counter. What is complete by the other waits is not waited for: rows of a cache that an earlier
+layer wrote, and has read, must not share a counter with later ones, or the earlier layer would wait for these.
 """
 
 from __future__ import annotations
@@ -163,6 +164,10 @@ class _Writes:
         """Whether all writers of these tensors can count their arrivals."""
         return all(name in self.once and all(m.implied is not None for m in self.writers[name]) for name in names)
 
+    def implied(self, names: Collection[str]) -> set[str]:
+        """What the workgroups of the writers of these tensors waited for, all of them together, where they can count."""
+        return set().union(*(m.implied or () for name in names for m in self.writers[name]))
+
     def arrived(self, names: Collection[str]) -> set[str]:
         """What is complete once all workgroups of the writers of these tensors have arrived."""
         writers = {id(m): m for name in names for m in self.writers[name]}
@@ -177,6 +182,9 @@ def _resolved(d: Dispatch, writes: _Writes, crossing: Collection[str] = ()) -> D
         return d
     since = tuple(name for name in d.waits.also if name in writes.before or name in crossing)
     counted, first = (tuple(name for name in names if name in writes.before) for names in (d.waits.counted, d.waits.first))
+    for name in counted:
+        if name in writes.implied([other for other in counted if other != name]):
+            counted = tuple(other for other in counted if other != name)
     d = dataclasses.replace(d, waits=dataclasses.replace(d.waits, whole=(*d.waits.whole, *since), also=since, counted=counted, first=first))
     assert d.waits is not None
     complete = _happened_before(d, writes)
