@@ -106,7 +106,7 @@ GATED_EXPERTS = "ffn_shexp_swiglu-1 shared_expert_gate_sigmoid-1 ffn_moe_weights
 def gpt2(name: str, description: str, layers: int) -> Token:
     """Both embeddings, their sum, then the layers, norms in prologues, GELU in an epilogue. No RoPE."""
     counts = {"GET_ROWS": 2, "ADD": 1, "LINEAR": 4 * layers + 1, "ATTN_DECODE": layers, "SAMPLE": 1}
-    return Token(name, description, 2 + 5 * layers + 2, "GET_ROWS GET_ROWS ADD", 4, GPT2, counts, True)
+    return Token(name, description, 2 + 5 * layers + 2, "GET_ROWS GET_ROWS ADD", 3, GPT2, counts, True)
 
 
 def gemma3(name: str, description: str, layers: int) -> Token:
@@ -149,7 +149,7 @@ TOKENS = [
         "gemma4 E4B Q4_K - Medium",
         3 + 7 * 42 + 1,
         "GET_ROWS GET_ROWS LINEAR ROPE_ANGLES ROPE_ANGLES SCALE",
-        6,
+        4,
         ops={"LINEAR": 302, "ATTN_DECODE": 42},
     ),
     # Nine stages a layer, norms and routers in those of the streams; one more where the gate is sparse, in the first ten.
@@ -158,7 +158,7 @@ TOKENS = [
         "gemma3n E4B Q4_K - Medium",
         6 + 9 * 35 + 10 + 9 + 1,
         "GET_ROWS GET_ROWS LINEAR LINEAR MEAN MUL RMS_NORM RMS_NORM_MUL_ADD ROPE_ANGLES ROPE_ANGLES SCALE SQR SQRT",
-        20,
+        8,
         "altup_predicted-1 | laurel_l-1 Qcur_rope-1.qkv Qcur_rope-1.qkv Qcur_rope-1.qkv | laurel_r-1 kqv_out-1 | laurel_out-1 attn_out-1 | "
         "ffn_gate-1 ffn_up-1 | ffn_geglu-1 | ffn_out-1 | altup_corrected-1 | per_layer_geglu-1 | per_layer_out-1",
         {"ATTN_DECODE": 35, "ALTUP_PREDICT_ROUTED": 35, "ALTUP_CORRECT_ROUTED": 35, "RMS_NORM_SUM": 35, "GAUSSIAN_GEGLU": 10},
@@ -168,7 +168,7 @@ TOKENS = [
         "",
         1 + 10 * 6 + 2,
         "GET_ROWS ROPE_ANGLES ROPE_ANGLES",
-        45,
+        33,
         GEMMA4.partition("ffn_geglu")[0]
         + "ffn_geglu-1 ffn_moe_logits-1 | ffn_out-1 ffn_moe_weights-1 | ffn_moe_gate_up-1 ffn_moe_scales-1"
         + " | ffn_moe_geglu-1 ffn_moe_weights_scaled-1 | ffn_moe_out-1 | ffn_moe-1 | ffn_moe_combined-1",
@@ -177,7 +177,7 @@ TOKENS = [
     Token("deci-49b-Q4_K_S", "deci 70B Q4_K - Small", 1 + 5 * 49 + 2 * 31 + 2, layer=DENSE, ops={"ATTN_DECODE": 49}),
     Token("gpt-oss-20b-MXFP4", "gpt-oss 20B MXFP4 MoE", 1 + 7 * 24 + 2, layer=GPT_OSS, ops=GPT_OSS_OPS, all_ops=True),
     # The first layer is dense.
-    Token("deepseek2-16b-Q4_K_M", "deepseek2 16B Q4_K - Medium", 1 + 8 + 9 * 26 + 2, "GET_ROWS", 57, DEEPSEEK2, DEEPSEEK2_OPS),
+    Token("deepseek2-16b-Q4_K_M", "deepseek2 16B Q4_K - Medium", 1 + 8 + 9 * 26 + 2, "GET_ROWS ROPE_ANGLES", 57, DEEPSEEK2, DEEPSEEK2_OPS),
     Token("granite-4-h-1b-Q4_K_S", "granitehybrid 1B Q4_K - Small", 1 + 5 * 40 + 2, "GET_ROWS", 3, MAMBA, RECURRENT_OPS),
     Token("granite-3.3-2b-Q8_0", "granite 3B Q8_0", 1 + 5 * 40 + 2, layer=ALIKE),
     Token("granite-3.1-3b-a800m-Q8_0", "granitemoe 3B Q8_0", 1 + 7 * 32 + 2),
@@ -229,7 +229,7 @@ TOKENS = [
     Token("starcoder2-3b-Q8_0", "starcoder2 3B Q8_0", 1 + 5 * 30 + 2, layer=ALIKE.replace("swiglu", "gelu")),
     Token("command-r-35b-Q8_0:4", "", 1 + 4 * 4 + 2, layer=PARALLEL),
     Token("command-r7b-Q8_0", "cohere2 8B Q8_0", 1 + 4 * 32 + 2, layer=PARALLEL),
-    Token("hunyuan-a13b-Q8_0:4", "", 1 + 9 * 4 + 2, "GET_ROWS", 3, HUNYUAN),
+    Token("hunyuan-a13b-Q8_0:4", "", 1 + 9 * 4 + 2, layer=HUNYUAN),
     # Both halves side by side; the sum of one with the stream is a stage before the other's.
     Token(
         "falcon-h1-0.5b-Q8_0",
