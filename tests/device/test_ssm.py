@@ -200,8 +200,10 @@ def test_chunks_are_taken_where_they_fit() -> None:
             assert first.kernel.source == "ssm/scan.comp" and re.search(f"; no chunks: .*{why}$", first.reason), first.reason
     (scan,) = lowered(large, exact_context(h200))
     assert scan.kernel.source == "ssm/scan.comp" and "no chunks" not in scan.reason
-    (scan,) = lowered(large, planned_for("nvidia_h200_linux"))
-    assert scan.kernel.source == "ssm/scan.comp", "off until a GPU has timed it"
+    plain = planned_for("nvidia_h200_linux")
+    assert [d.kernel.source for d in lowered(large, plain)] == [d.kernel.source for d in made], "on where a GPU has timed it"
+    (scan,) = lowered(op.build_case(32, 16, 64, 128, n_group=2), plain)
+    assert scan.kernel.source == "ssm/scan.comp", "too few tokens"
 
 
 def test_sizes_that_are_refused() -> None:
