@@ -175,7 +175,7 @@ class Binary(Op):
                 how=f" of {width} values",
                 moved=nbytes(a) + nbytes(b) + nbytes(y),
                 flops=a.elements,
-                spins_on=[] if y.name in (a.name, b.name) else [a] if b.kind == "weight" else [a, b],
+                spins_on=None if y.name in (a.name, b.name) else [a] if b.kind == "weight" else [a, b],
             )
         ]
 
@@ -424,7 +424,7 @@ class Unary(Op):
                 needed=values // width,
                 how=f" of {width} values",
                 flops=4 * x.elements,
-                spins_on=[x] if y.name != x.name else [],
+                spins_on=[x] if y.name != x.name else None,
             )
         ]
 

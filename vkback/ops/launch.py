@@ -30,7 +30,7 @@ def by_threads(
     moved: int | None = None,
     weight_bytes: int = 0,
     flops: int = 0,
-    spins_on: Sequence[Tensor] = (),
+    spins_on: Sequence[Tensor] | None = None,
 ) -> Dispatch:
     """A launch of `threads` threads in workgroups of the size that a table gives (define WG_SIZE).
 
@@ -40,13 +40,13 @@ def by_threads(
     how     what the reason says of the threads
     moved   bytes, by default of each tensor once
     spins_on  of a shader with common/sentinel.glsl and common/arrivals.glsl what its threads read of other stages (with SPINS_ON_PARTS all
-              of it, else the first); none: barriers stay
+              of it, else the first); None: barriers stay
     """
     choice = choice or ctx.tuning.pick("elementwise", elements=threads)
     wg = workgroup_size(ctx.caps, choice["wg_size"], threads if needed is None else needed)
     groups = ceil_div(threads, wg)
     launched = (groups, *grid) if grid else spread(groups)
-    waits = SpinWaits(also_part=tuple(t.name for t in spins_on), arrives=prod(launched)) if spins_on else None
+    waits = SpinWaits(also_part=tuple(t.name for t in spins_on), arrives=prod(launched)) if spins_on is not None else None
     return Dispatch(
         Variant.of(shader, {**(defines or {}), "WG_SIZE": wg}),
         tuple(args),

@@ -98,18 +98,18 @@ class Norm(Op):
         a, y = node.inputs[0], node.outputs[-1]
         dim, rows = a.shape[-1], prod(a.shape[:-1])
         groups = self.groups(node)
-        if self.weight and groups > 1 and (node.inputs[1].shape != (groups * dim,) or y.shape[-1] != groups * dim or rows % groups):
-            raise PlanError(f"[{self.name}] {node.name}: the weight is {node.inputs[1]}, expected as many values as a row of {y} has")
         for what, t in zip(("weight", "bias"), node.inputs[1 + self.add : 1 + self.add + self.weight + self.bias], strict=False):
-            if groups == 1 and t.shape != (dim,):
-                raise PlanError(f"[{self.name}] {node.name}: the {what} is {t}, expected F32[{dim}] for rows of {a}")
+            if t.shape != (groups * dim,):
+                raise PlanError(f"[{self.name}] {node.name}: the {what} is {t}, expected F32[{groups * dim}] for rows of {a}")
         if self.residual and node.inputs[-1].elements != a.elements:
             raise PlanError(f"[{self.name}] {node.name}: {node.inputs[-1]} is added, expected as many values as {a} has")
         if y.type not in ("F32", "Q8_1"):
             raise PlanError(f"[{self.name}] {node.name}: output {y} must be F32 or Q8_1")
         q8 = y.type == "Q8_1"
-        if q8 and groups > 1 and dim % 32:
-            raise PlanError(f"[{self.name}] {node.name}: groups of {dim} values; expected whole units of 32 for {y}")
+        if groups > 1 and (y.shape[-1] != groups * dim or rows % groups or (q8 and dim % 32)):
+            raise PlanError(
+                f"[{self.name}] {node.name}: {a} to {y}, expected whole rows of {groups * dim}, of Q8_1 in groups of whole units"
+            )
         units = ceil_div(dim, 32)
         quads = ceil_div(dim, 4)
         span = 8 * units if q8 else quads

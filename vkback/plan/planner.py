@@ -61,7 +61,8 @@ def plan(graph: Graph, ctx: LowerContext, *, fusion: str = "all", ahead: int | N
     if spins:
         # Angles cannot spin-wait: they stay in front, where barriers are.
         late = with_side_results_late(schedule.stages, [t.name for t in graph.outputs], {ANGLES})
-        tried = [without_barriers(Schedule(stages), ctx.caps.max_storage_bindings, crossing) for stages in (schedule.stages, late)]
+        ways = [schedule.stages] if late == schedule.stages else [schedule.stages, late]
+        tried = [without_barriers(Schedule(stages), ctx.caps.max_storage_bindings, crossing) for stages in ways]
         schedule = max(tried, key=lambda s: len(s.barrier_free))
     for dispatch in schedule.dispatches():
         check_limits(dispatch, ctx.caps)

@@ -104,6 +104,19 @@ class _Touched:
         parts[part] = max(parts.get(part, -1), stage)
 
 
+def _first_after(d: Dispatch, written: _Touched, read: _Touched) -> int:
+    """The first stage behind all that a dispatch must not run beside."""
+    return max([0, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)])
+
+
+def _touch(d: Dispatch, stage: int, written: _Touched, read: _Touched) -> None:
+    """A dispatch runs in this stage."""
+    for r in d.reads:
+        read.touch(*r, stage)
+    for w in d.writes:
+        written.touch(*w, stage)
+
+
 def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None, given: Collection[str] = ()) -> list[list[Dispatch]]:
     """Puts each dispatch into the earliest stage after everything it depends on: read after write, write after read, write after write.
 
@@ -116,31 +129,12 @@ def into_stages(dispatches: Sequence[Dispatch], *, ahead: int | None = None, giv
     stages: list[list[Dispatch]] = []
     for d in dispatches:
         least = 0 if ahead is None else max(len(stages) - 1 - ahead, 0)
-        level = max([least, *(written.last(*r) + 1 for r in d.reads), *(max(written.last(*w), read.last(*w)) + 1 for w in d.writes)])
-        for r in d.reads:
-            read.touch(*r, level)
-        for w in d.writes:
-            written.touch(*w, level)
+        level = max(least, _first_after(d, written, read))
+        _touch(d, level, written, read)
         while len(stages) <= level:
             stages.append([])
         stages[level].append(d)
     return stages
-
-
-class _Touching:
-    """The first stage, of those from some stage on, that touches each part of each tensor."""
-
-    def __init__(self) -> None:
-        self._stage: dict[str, dict[str, int]] = {}
-
-    def first(self, name: str, part: str, otherwise: int) -> int:
-        """First stage that touches anything overlapping this part."""
-        parts = self._stage.get(name, {})
-        return min((stage for other, stage in parts.items() if overlap(part, other)), default=otherwise)
-
-    def touch(self, name: str, part: str, stage: int) -> None:
-        parts = self._stage.setdefault(name, {})
-        parts[part] = min(parts.get(part, stage), stage)
 
 
 def _needed(stages: Sequence[Sequence[Dispatch]], outputs: Collection[str]) -> set[int]:
@@ -159,26 +153,20 @@ def with_side_results_late(
     """The stages with all that leads to states alone, as the caches of an EAGLE-3 head, as late as it may run: then it is in few stages,
     and next to each other. outputs: names of the graph's. Where all leads to states, as in a prompt without logits, nothing moves.
     still: sources of kernels that stay where they are."""
-    needed, end = _needed(stages, outputs), len(stages)
+    needed = _needed(stages, outputs)
     if not needed:
         return [[*stage] for stage in stages]
     needed |= {id(d) for stage in stages for d in stage if d.kernel.source in still}
-    written, read = _Touching(), _Touching()
+    # The same as `into_stages` from the end: stages count backwards.
+    written, read = _Touched(), _Touched()
     found: list[list[Dispatch]] = [[] for _ in stages]
-    for i in reversed(range(end)):
-        for d in stages[i]:
-            level = i
-            if id(d) not in needed:
-                after = [written.first(*r, end) for r in d.reads]
-                after += [min(written.first(*w, end), read.first(*w, end)) for w in d.writes]
-                level = min(after, default=end) - 1
-            for r in d.reads:
-                read.touch(*r, level)
-            for w in d.writes:
-                written.touch(*w, level)
+    for i, stage in enumerate(reversed(stages)):
+        for d in stage:
+            level = i if id(d) in needed else _first_after(d, written, read)
+            _touch(d, level, written, read)
             found[level].append(d)
     order = {id(d): n for n, d in enumerate(d for stage in stages for d in stage)}
-    return [sorted(stage, key=lambda d: order[id(d)]) for stage in found]
+    return [sorted(stage, key=lambda d: order[id(d)]) for stage in reversed(found)]
 
 
 def in_one_block(offset: int, size: int, block: int) -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Tolerance
-from vkback.ops.dispatch import Arg, Dispatch, SpinWaits
+from vkback.ops.dispatch import Arg, Dispatch
 from vkback.ops.launch import by_threads
 from vkback.ops.lowering import LowerContext
 from vkback.ops.op import Op, moves_values, register
@@ -29,8 +27,8 @@ class Previous(Op):
 
     def lower(self, node: Node, ctx: LowerContext) -> list[Dispatch]:
         pos, previous = node.inputs[0], node.outputs[0]
-        d = by_threads(node, ctx, "copy/previous.comp", (Arg(pos), Arg(previous, "w")), (pos.elements,), pos.elements)
-        return [replace(d, waits=SpinWaits(arrives=prod(d.groups)))]
+        args = Arg(pos), Arg(previous, "w")
+        return [by_threads(node, ctx, "copy/previous.comp", args, (pos.elements,), pos.elements, spins_on=())]
 
     def tolerance(self, node: Node, ctx: LowerContext) -> Tolerance:
         return Tolerance(0.0, 0.0, "whole numbers")

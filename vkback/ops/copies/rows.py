@@ -18,7 +18,7 @@ from vkback.ops.case_line import CaseLineError, call_with
 from vkback.ops.codebooks import decoder_of
 from vkback.ops.copies import set_rows as strided_rows
 from vkback.ops.cost import Cost
-from vkback.ops.dispatch import FEW, Arg, Dispatch, SpinWaits, ceil_div
+from vkback.ops.dispatch import FEW, Arg, Dispatch, ceil_div
 from vkback.ops.family import declare
 from vkback.ops.general import copy_dispatch, rounded_to, views_of
 from vkback.ops.ggml_words import one_of_types, sized, type_word
@@ -127,19 +127,20 @@ class SetRows(Op):
         words = x.elements // 2
         choice = ctx.tuning.pick("rows", k=dim, n=n * heads)
         defines = {"FROM_F16": int(x.type == "F16"), "TO_F16": int(cache.type == "F16")}
-        d = by_threads(
-            node,
-            ctx,
-            "rows/set_rows.comp",
-            (Arg(x), Arg(pos), Arg(cache, "w")),
-            (n, heads, dim // 2, n_ctx),
-            words,
-            defines,
-            choice=choice,
-            moved=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
-        )
-        waits = SpinWaits(also_part=(x.name,), arrives=prod(d.groups))
-        return [dataclasses.replace(d, waits=waits) if x.type == "F32" and n <= FEW else d]  # words of F16 may be SENTINEL
+        return [
+            by_threads(
+                node,
+                ctx,
+                "rows/set_rows.comp",
+                (Arg(x), Arg(pos), Arg(cache, "w")),
+                (n, heads, dim // 2, n_ctx),
+                words,
+                defines,
+                choice=choice,
+                moved=nbytes(x) + x.elements * (2 if cache.type == "F16" else 4),
+                spins_on=[x] if x.type == "F32" and n <= FEW else None,  # words of F16 may be SENTINEL
+            )
+        ]
 
     def cases(self) -> Iterator[Case]:
         for n, heads, dim, pos in ((1, 8, 128, (5,)), (3, 2, 64, (0, 7, 3)), (4, 1, 6, (15, -1, 2, 16)), (2, 3, 80, (-1, -1))):

@@ -70,7 +70,7 @@ def strided_copy(
         defines,
         choice=choice,
         moved=8 * elements,
-        spins_on=[x] if x.type == y.type == "F32" and x.name != y.name and not fill else [],
+        spins_on=[x] if x.type == y.type == "F32" and x.name != y.name and not fill else None,
     )
 
 
