@@ -20,6 +20,7 @@
 #extension GL_EXT_control_flow_attributes : require
 #define REDUCE_GROUPS OUT_Q8_1
 #include "common/reduce.glsl"
+#include "common/clock.glsl"
 #include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -129,6 +130,7 @@ vec4 inside_row(uint q) {
 #endif
 
 void main() {
+    MARK(MARK_BEGIN);
     const uint row = gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x;
     if (row >= p.rows) return;
     const uint t = gl_LocalInvocationID.x;
@@ -160,6 +162,7 @@ void main() {
         total += dot(v, v);
 #endif
     }
+    MARK(MARK_INPUTS);
 #if CENTER
     const float mean = wg_sum(total) / float(p.dim);
     total = 0.0;
@@ -172,6 +175,7 @@ void main() {
     const float mean = 0.0;
 #endif
     const float scale = 1.0 / sqrt(wg_sum(total) / float(p.dim) + p.eps);
+    MARK(MARK_DONE);
 #if OUT_Q8_1 && ROUNDS
     Q8_1Quad packed[ROUNDS];
 #endif
@@ -204,4 +208,5 @@ void main() {
 #endif
     }
     arrive();
+    MARK(MARK_END);
 }

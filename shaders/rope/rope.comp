@@ -23,6 +23,7 @@
 
 layout(local_size_x = WG_SIZE) in;
 
+#include "common/clock.glsl"
 #include "common/sentinel.glsl"
 #include "common/arrivals.glsl"
 
@@ -101,6 +102,7 @@ void store(uint token, uint head, uint place, int row, vec2 x) {
 }
 
 void main() {
+    MARK(MARK_BEGIN);
     const uint token = gl_WorkGroupID.z * gl_NumWorkGroups.y + gl_WorkGroupID.y;
     if (token >= p.tokens) {
         arrive();
@@ -130,6 +132,7 @@ void main() {
             SPIN_UNTIL(a[i] = slot < slots ? load(token, head, at.x) : vec2(0.0); b[i] = slot < slots ? load(token, head, at.y) : vec2(0.0),
                        arrived(a[i]) && arrived(b[i]));
         }
+        MARK(MARK_INPUTS);    // of the last head
         const bool value = head >= p.q_heads + p.kv_heads;
 #if NORM
         if (!value) {
@@ -157,5 +160,7 @@ void main() {
             store(token, head, at.y, row, b[i]);
         }
     }
+    MARK(MARK_DONE);
     arrive();
+    MARK(MARK_END);
 }

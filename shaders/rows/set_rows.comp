@@ -6,6 +6,7 @@
 //   binding 2  cache F16, or F32 if TO_F16 is 0 [heads, n_ctx, head_dim]
 //
 // One thread per two neighbouring values. Every workgroup waits for some of x.
+#include "common/clock.glsl"
 #include "common/sentinel.glsl"
 
 layout(local_size_x = WG_SIZE) in;
@@ -41,10 +42,13 @@ layout(std430, set = 0, binding = 2) writeonly buffer Cache { vec2 cache[]; };
 #endif
 
 void main() {
+    MARK(MARK_BEGIN);
     const uint index = (gl_WorkGroupID.y * gl_NumWorkGroups.x + gl_WorkGroupID.x) * WG_SIZE + gl_LocalInvocationID.x;
     const uint values = p.tokens * p.heads * p.half_dim, i = min(index, values - 1u);
     vec2 v;
     LOAD(v, i)
+    MARK(MARK_INPUTS);
+    MARK(MARK_DONE);
     const uint row = i / p.half_dim;
     const uint token = row / p.heads;
     const int position = pos[token];
@@ -52,4 +56,5 @@ void main() {
     if (index < values && position >= 0 && uint(position) < p.n_ctx)
         cache[(head * p.n_ctx + uint(position)) * p.half_dim + (i - row * p.half_dim)] = STORED(v);
     arrive();
+    MARK(MARK_END);
 }

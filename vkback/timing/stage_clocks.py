@@ -28,8 +28,17 @@ POINTS = ("begin", "there", "done", "end")
 
 WORKGROUPS = ("first", "median", "last")
 
-CLOCKED = frozenset({"attention/decode/attention.comp", "gemv/gemv.comp", "quantize/quantize.comp"})
-"""Kernels that have marks. Those of several tokens have none: their modules would need the clock's extension to be loaded at all."""
+CLOCKED = frozenset(
+    {
+        "attention/decode/attention.comp",
+        "gemv/gemv.comp",
+        "norm/norm.comp",
+        "quantize/quantize.comp",
+        "rope/rope.comp",
+        "rows/set_rows.comp",
+    }
+)
+"""Kernels that have marks. Products of several tokens have none: their modules would need the clock's extension to be loaded at all."""
 
 COVERED = 0.9
 """Of the barrier-free stages so many have marks where the clocks tell where the time goes."""
