@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 OLD_NAMES = {
     r"(?i)hand[- _]?over|\bhand(s|ed|ing)?[ _]over": "barrier-free stages; a producer, its consumer",
-    r"\bHANDED\b|\bAWAIT\b|(?i:\bawait(s|ed|ing)?\b(?! [\w.]+[(;]))": "SENTINEL, SPIN_UNTIL; waits for (as a keyword it may stay)",
-    r"\bEMPTY\b|(?i:\bemptied\b|never_empty)": "SENTINEL; filled with SENTINEL, not_sentinel",
+    r"\bHANDED\b|\bAWAIT\b": "SENTINEL, SPIN_UNTIL",
+    r"(?i)\bawait(s|ed|ing)?\b(?! [\w.]+[(;])": "waits for (as a keyword it may stay)",
+    r"\bEMPTY\b": "SENTINEL",
+    r"(?i)\bemptied\b|never_empty": "filled with SENTINEL, not_sentinel",
     r"(?i)\bword[- ]by[- ]word\b": "fine-grained, by spin-wait on a sentinel",
     r"(?i)\bjoined (stage|product|launch)|\b(stages?|products?) (is|are|not) joined\b": "barrier-free",
     r"(?i)\bgave[ _]up\b|\bgiv(e|es|en|ing)[ _]up\b": "times out",
@@ -28,7 +31,7 @@ OLD_NAMES = {
     r"\bclass Form\b": "a class named after what it holds",
     r"\b(A_)?TURNED\b|\b\w+_turned\b": "transposed; of RoPE rotated",
     r"\bK_WARPS\b|\bROW_WARPS\b": "subgroups, as Vulkan says (warp_m is CUTLASS's name of a size and may stay)",
-    r"\b(LEAST|MOST)_[A-Z]": "MIN_, MAX_",
+    r"\bLEAST_[A-Z]|\bMOST_[A-Z]": "MIN_, MAX_",
     r"\bAPART\b|\bstore_apart\b|\bplace_apart\b": "STORE_F32; staged rows; unaliased",
     r"\b(UNIT_)?EIGHTS\b|\b[kv]_eight\b|\bcache_eights\b": "K_ALIGNED, UNITS_ALIGNED; load_k8, load_v8",
     r"code_book|CODE_BOOK": "codebook",
@@ -40,7 +43,8 @@ OLD_NAMES = {
     r"\b_?Asked\b|\bSaid\b|\bclass Made\b|\bclass Kept\b|\bdef _?(told|further|alone|behind)\b": "a name for what it holds or does",
     r"\bfurther(=| =|:)": "extra_keys, optional, more_prompts: what they are",
     r"\bown_table\b|\bOwnTable\b": "device_table, DeviceTable",
-    r"\bcopies[./]boxes\b|\bBoxed\b|\bboxed_|\bbox_copy\b|(?i:\bboxes of (values|f32|floats))": "strided copies",
+    r"\bcopies[./]boxes\b|\bBoxed\b|\bboxed_|\bbox_copy\b": "strided copies",
+    r"(?i)\bboxes of (values|f32|floats)": "strided copies",
     r"(?i)\bthe peer\b|\bpeer's\b|\bpeer_(cases?|lines|nmse|cpu|gpt_oss|rows|weights|spec)\b|\bbench_peer\b": "ggml, llama.cpp",
     r"(?<![\"\w])jobs?(?![\"\w])|\b(Gemm|Prompt|Attention)?Jobs?\b|\b\w+_jobs?\b|\bjobs?_\w+": "problem, task, request",
     r"(?i)\brows? (of )?(a|one|its|each) slot\b|\bthread's slot\b|\bslot's (lanes|rows)\b": "row group",
@@ -70,15 +74,43 @@ def texts() -> dict[str, str]:
     return found
 
 
+def stems(old: str) -> list[str]:
+    """Of each alternative of an expression the longest text that all it finds has in it, in lower case where case does not count."""
+    plain = re.sub(r"\[[^]]*\][?*+]?|\\.[?*+]?", "\0", old.removeprefix("(?i)"))
+    while (inner := re.sub(r"\([^()]*\)[?*+]?", "\0", plain)) != plain:
+        plain = inner
+    found = [max(re.split(r"\0|[.+]|\w[?*]", alternative), key=len) for alternative in plain.split("|")]
+    return [stem.lower() for stem in found] if old.startswith("(?i)") else found
+
+
+def lines_with(text: str, stem: str) -> Iterator[int]:
+    """Numbers of the lines that have the stem in them, the first is 0."""
+    number = begun = 0
+    while (at := text.find(stem, begun)) >= 0:
+        number += text.count("\n", begun, at)
+        yield number
+        number, begun = number + 1, text.find("\n", at) + 1
+        if not begun:
+            return
+
+
 def hits(files: dict[str, str]) -> list[str]:
-    """ "file:line: what was found (what to write)", names of files included."""
-    patterns = [(re.compile(old, re.M), new) for old, new in OLD_NAMES.items()]
+    """ "file:line: what was found (what to write)", names of files included. Expressions look at lines that have one of their stems."""
+    patterns = [(re.compile(old), stems(old), old.startswith("(?i)"), new) for old, new in OLD_NAMES.items()]
     found = []
-    for name, text in files.items():
-        near = [(old, new) for old, new in patterns if old.search(f"{name}\n{text}")]  # most are nowhere in it: lines are not looked at
-        for number, line in enumerate([name, *text.splitlines()] if near else ()):
-            found += [f"{name}:{number}: {m[0]} -> {new}" for old, new in near for m in old.finditer(line)]
+    for name, body in files.items():
+        text = f"{name}\n{body}"
+        lower, lines = text.lower(), text.split("\n")
+        for old, parts, any_case, new in patterns:
+            for number in sorted({number for part in parts for number in lines_with(lower if any_case else text, part)}):
+                found += [f"{name}:{number}: {m[0]} -> {new}" for m in old.finditer(lines[number])]
     return found
+
+
+def test_a_stem_is_in_all_that_its_alternative_finds() -> None:
+    assert stems(r"(?i)\bA(b|c)d? Efg+\b|[A-Z]xy_z?\.path\(") == [" efg", "path"]
+    assert stems(r"Ab(?! \w(c|def))|\\ghi.") == ["Ab", "ghi"]
+    assert all(len(stem) >= 3 for old in OLD_NAMES for stem in stems(old)), "so short that most lines have it"
 
 
 def test_old_names_are_found_nowhere() -> None:
