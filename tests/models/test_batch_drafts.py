@@ -7,7 +7,7 @@ import pytest
 import vkback
 from vkback.device import Device
 from vkback.engine.batch.batch import Batch, Request, Update
-from vkback.engine.drafts import Drafts, StepTimes
+from vkback.engine.drafts import Drafts
 from vkback.engine.engine import Engine
 from vkback.engine.sampler import Sampler
 from vkback.models.synth import synthesize
@@ -91,8 +91,7 @@ def test_a_text_alone_ends_where_it_is_cancelled(llama: Engine) -> None:
 
 
 @pytest.mark.vulkan
-def test_drafts_of_a_batch_from_python(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "of_seconds", lambda plain, by_class: StepTimes(dict.fromkeys(by_class, 1.2)))  # on a busy machine, too
+def test_drafts_of_a_batch_from_python(device: Device, drafts_pay: None) -> None:
     prompt = 3 * "the old man went down to the river with his horse and his dog, and "
     with vkback.load("demo-dense", device.index, 512, act="f32", spec_type="ngram-simple") as model:
         alone = model.batch([prompt], max_tokens=90, temperature=0, ignore_eos=True)[0]

@@ -211,8 +211,7 @@ def test_an_exact_engine_gives_a_text_its_bits_in_steps_of_any_width(tmp_path: P
 
 
 @pytest.mark.vulkan
-def test_python_drafts_and_tells(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "of_seconds", lambda plain, by_class: StepTimes(dict.fromkeys(by_class, 1.2)))  # on a busy machine, too
+def test_python_drafts_and_tells(device: Device, drafts_pay: None) -> None:
     prompt = 3 * "the old man went down to the river with his horse and his dog, and "
     options: GenerateOptions = {"max_tokens": 90, "temperature": 0.0, "ignore_eos": True}
     with vkback.load("demo-dense", device.index, 512, act="f32", spec_type="ngram-simple") as model:

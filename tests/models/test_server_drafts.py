@@ -12,7 +12,7 @@ from test_server import Served
 from vkback.device import Device
 from vkback.engine.batch import scheduler
 from vkback.engine.batch.shares import best_share
-from vkback.engine.drafts import Drafts, StepTimes
+from vkback.engine.drafts import Drafts
 from vkback.server.app import Limits
 
 
@@ -25,8 +25,7 @@ def always_shared(
 
 @pytest.mark.vulkan
 @pytest.mark.parametrize("parallel", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
-def test_a_request_that_runs_alone_drafts(parallel: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "of_seconds", lambda plain, by_class: StepTimes(dict.fromkeys(by_class, 1.2)))  # on a busy machine, too
+def test_a_request_that_runs_alone_drafts(parallel: int, device: Device, drafts_pay: None) -> None:
     served = Served(device, Limits(), parallel=parallel, n_ctx=384, drafts=Drafts(3))
     try:
         prompt = 3 * "the old man went down to the river with his horse and his dog, and "
