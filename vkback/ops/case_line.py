@@ -112,6 +112,11 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
     return get_type_hints(function)
 
 
+@cache
+def _signature(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
 def call_with(
     build: Callable[..., CaseT],
     params: Mapping[str, Any],
@@ -129,7 +134,7 @@ def call_with(
 
     Raises CaseLineError for a parameter that is unknown, missing or of another kind, and where `build` refuses the values.
     """
-    signature = {n: p for n, p in inspect.signature(build).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+    signature = {n: p for n, p in _signature(build).items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
     known = [*only] if only else [*signature, *extra_keys]
     hint = f"known are {', '.join(known)}; a whole case is {{}}"
     for name in params:
@@ -140,7 +145,7 @@ def call_with(
             raise CaseLineError(f"{op}: parameter {name} is missing; {hint.format(example())}")
     # What ends in **keywords is checked by the annotation of these.
     kinds = _hints(getattr(build, "__func__", build))
-    rest = next((n for n, p in inspect.signature(build).parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
+    rest = next((n for n, p in _signature(build).items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
     given: dict[str, Any] = {}
     for name, value in params.items():
         try:
