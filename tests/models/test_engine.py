@@ -149,7 +149,9 @@ def test_every_step_along_llama_cpp_s_text_is_its_choice(name: str, engines: Eng
     assert np.std(differences) < 0.1
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n == "demo-dense-Q4_K_M.gguf" else []) for n in MODELS])
 def test_perplexity_is_llama_cpp_s(name: str, engines: Engines) -> None:
+    """Of the other make test compares the twin's (tests/unit/test_twin.py), and the device with the twin."""
     theirs = PEER[name]["perplexity"]
     engine = engines(name)
 
