@@ -38,9 +38,6 @@ from vkback.timing import read_rate
 from vkback.tuning.lookup import Overrides, Tuning
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
-os.environ.setdefault("GALLIVM_PERF", "nopt")
-"""Mesa's llvmpipe then leaves out LLVM's optimizer: 40 % less time for a GEMV's machine code, 30 % less for attention. Other drivers do
-not read it. Tests run a kernel once or twice, so that this outweighs slower code by far."""
 
 os.environ["TERM"] = "xterm"
 os.environ["COLUMNS"] = "80"
