@@ -11,6 +11,7 @@ from __future__ import annotations
 import decimal
 from contextlib import AbstractContextManager
 from decimal import Decimal
+from functools import lru_cache
 
 DIGITS = 60
 """Those of a double and more than as many again, so that a value halfway between two doubles is not met."""
@@ -25,6 +26,7 @@ def exact() -> AbstractContextManager[decimal.Context]:
     return decimal.localcontext(decimal.Context(prec=DIGITS, rounding=decimal.ROUND_HALF_EVEN, Emin=-9999, Emax=9999))
 
 
+@lru_cache(4096)
 def power(base: float, exponent: float, divisor: float = 1) -> Decimal:
     """base ^ (exponent / divisor), base above 0; the quotient is not rounded to a float."""
     with exact():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 from vkback.graph import Tensor
@@ -116,12 +117,12 @@ class Dispatch:
     waits: SpinWaits | None = None
     config: KernelConfig | None = None
 
-    @property
+    @cached_property
     def reads(self) -> frozenset[tuple[str, str]]:
         """(tensor name, part) of everything read."""
         return frozenset((a.tensor.name, a.part) for a in self.args if "r" in a.access)
 
-    @property
+    @cached_property
     def writes(self) -> frozenset[tuple[str, str]]:
         """(tensor name, part) of everything written."""
         return frozenset((a.tensor.name, a.part) for a in self.args if "w" in a.access)

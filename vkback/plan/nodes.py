@@ -6,6 +6,7 @@ A pass is a function from nodes to nodes. Tensors are matched by name; a fused n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from vkback.graph import Node, Tensor
 
@@ -13,20 +14,26 @@ Nodes = list[Node]
 
 
 class Index:
-    """Producers and consumers of the tensors of a node list."""
+    """Producers and consumers of the tensors of a node list, found when they are first asked for: most passes match no node of a graph."""
 
     def __init__(self, nodes: Sequence[Node], outputs: Iterable[str] = ()) -> None:
-        # Made anew after every rewrite: half of the time of a plan.
-        self.producer: dict[str, Node] = {t.name: node for node in nodes for t in node.outputs}
-        self.consumers: dict[str, list[Node]] = {}
         self.outputs = frozenset(outputs)
-        consumers = self.consumers
-        for node in nodes:
+        self._nodes = nodes
+
+    @cached_property
+    def producer(self) -> dict[str, Node]:
+        return {t.name: node for node in self._nodes for t in node.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[Node]]:
+        found: dict[str, list[Node]] = {}
+        for node in self._nodes:
             for t in node.inputs:
-                if t.name in consumers:
-                    consumers[t.name].append(node)
+                if t.name in found:
+                    found[t.name].append(node)
                 else:
-                    consumers[t.name] = [node]
+                    found[t.name] = [node]
+        return found
 
     def read_once(self, tensor: Tensor) -> bool:
         """Whether one node reads a tensor, and it is no output of the graph."""
@@ -47,19 +54,19 @@ def replace(nodes: Sequence[Node], old: Iterable[Node], new: Sequence[Node]) -> 
 
 def rewrite(nodes: Nodes, outputs: Iterable[str], match: Callable[[Node, Index], tuple[list[Node], Node] | None]) -> Nodes:
     """Apply `match` (node, index) -> (nodes to replace, replacement) until nothing matches."""
-    progress = True
-    while progress:
-        progress = False
+    while True:
         index = Index(nodes, outputs)
-        touched: set[int] = set()
-        for node in list(nodes):
+        instead: dict[int, list[Node]] = {}  # by the id of a node to replace: what takes its place
+        for node in nodes:
             found = match(node, index)
-            if found is None or any(id(n) in touched for n in found[0]):
+            if found is None or any(id(n) in instead for n in found[0]):
                 continue
-            touched.update(id(n) for n in found[0])
-            nodes = replace(nodes, found[0], [found[1]])
-            progress = True
-    return nodes
+            old = set(map(id, found[0]))
+            last = next(id(n) for n in reversed(nodes) if id(n) in old)
+            instead |= {key: [found[1]] if key == last else [] for key in old}
+        if not instead:
+            return nodes
+        nodes = [new for node in nodes for new in instead.get(id(node), (node,))]
 
 
 def tokens_of(nodes: Sequence[Node]) -> int:

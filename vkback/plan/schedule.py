@@ -77,12 +77,13 @@ def without_repeats(dispatches: Sequence[Dispatch], sources: Collection[str]) ->
     out: list[Dispatch] = []
     done: dict[tuple[object, ...], set[str]] = {}
     for d in dispatches:
-        key = (d.kernel, d.args, d.push, d.groups)
+        key = (d.kernel, d.args, d.push, d.groups) if d.kernel.source in sources else None
         if key in done:
             continue
         written = {name for name, _ in d.writes}
-        done = {k: names for k, names in done.items() if names.isdisjoint(written)}
-        if d.kernel.source in sources:
+        for stale in [k for k, names in done.items() if not names.isdisjoint(written)]:
+            del done[stale]
+        if key:
             done[key] = {a.tensor.name for a in d.args}
         out.append(d)
     return out
@@ -209,6 +210,9 @@ def allocate(
     for name in keep:
         if name in last:
             last[name] = len(stages)
+    begins: list[list[str]] = [[] for _ in stages]
+    for name, i in first.items():
+        begins[i].append(name)
     slots: dict[str, Slot] = {}
     total = 0
     live: list[str] = []
@@ -216,7 +220,7 @@ def allocate(
         # Free what no stage from here on touches.
         live = [n for n in live if last[n] >= i]
         # Largest first: small tensors then fill the gaps.
-        for name in sorted((n for n in first if first[n] == i), key=lambda n: (-sizes[n], n)):
+        for name in sorted(begins[i], key=lambda n: (-sizes[n], n)):
             offset = 0
             # First fit: the first gap between live tensors that is large enough.
             for other in sorted((slots[n] for n in live), key=lambda s: s.offset):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,7 @@ def _padded(t: QuantType, k: int) -> int:
     return -(-k // group) * group
 
 
+@lru_cache(4096)
 def layout(name: str, rows: int, k: int) -> DeviceLayout:
     """Planes of a tensor of `rows` rows of k weights. Raises QuantShapeError when k does not divide into blocks."""
     t = codec(name).type

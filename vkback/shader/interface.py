@@ -101,16 +101,13 @@ class Interface:
         return tuple(args)
 
 
+@lru_cache(256)
 def interface(source: str, root: Path | None = None) -> Interface:
     """The interface of a shader, a file relative to the folder of shaders (root, default vkback's own); read once.
 
     Raises CompileError for a file that cannot be read, and for a constant that is declared twice with different numbers.
     """
-    return _read(source, root or shader_root())
-
-
-@lru_cache(256)
-def _read(source: str, root: Path) -> Interface:
+    root = root or shader_root()
     constants: dict[str, Constant] = {}
     buffers: dict[str, str] = {}
     defines: dict[str, int] = {}

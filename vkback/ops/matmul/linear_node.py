@@ -137,14 +137,12 @@ class LinearParams:
             raise PlanError(f"[linear] LINEAR has no param {unknown[0]!r}; expected some of {', '.join((*PARAM_NAMES, *TOPK_PARAMS))}")
         if unknown := [role for role in roles if role not in ROLES]:
             raise PlanError(f"[linear] no input of LINEAR has the role {unknown[0]!r}; expected some of {', '.join(ROLES)}")
-        needed = {
-            "roles": True,
-            "eps": bool({"norm", "post_norm"} & set(roles)),
-            "squares_eps": "squares" in roles,
-            "row0": "rows_total" in own,
-        }
-        needed |= {key: "logits" in roles for key in ("n_used", "norm", "gating", "scale")}
-        if missing := [key for key, needs in needed.items() if needs and key not in params]:
+        needed = ["roles"]
+        needed += ["eps"] if "norm" in roles or "post_norm" in roles else []
+        needed += ["squares_eps"] if "squares" in roles else []
+        needed += ["row0"] if "rows_total" in own else []
+        needed += ["n_used", "norm", "gating", "scale"] if "logits" in roles else []
+        if missing := [key for key in needed if key not in params]:
             raise PlanError(f"[linear] LINEAR with inputs {', '.join(roles)} lacks the param {missing[0]!r}")
         return cls(**own, choice=topk_params(params))
 
@@ -164,7 +162,7 @@ class LinearParams:
         return self.glu or self.gelu or self.squared_relu
 
 
-PARAM_NAMES = tuple(f.name for f in fields(LinearParams) if f.name != "choice")
+PARAM_NAMES = dict.fromkeys(f.name for f in fields(LinearParams) if f.name != "choice")
 
 
 def inputs_by_role(node: Node) -> dict[str, Tensor]:
