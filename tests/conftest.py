@@ -39,6 +39,11 @@ from vkback.tuning.lookup import Overrides, Tuning
 
 os.environ["VKBACK_TUNING"] = os.devnull  # tables this machine's user made by tuning change which kernels are chosen
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("LP_NUM_THREADS", "0")
+    """llvmpipe then runs workgroups in the thread that submits: a quarter less processor time, since the other processes of a run keep the
+    other processors busy, and a small dispatch wakes no thread."""
+
 os.environ["TERM"] = "xterm"
 os.environ["COLUMNS"] = "80"
 for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

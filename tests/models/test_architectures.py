@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kernel_paths import planned_for
 from make_gguf import write_gguf
-from tiny_models import TINY, changed
+from tiny_models import OF_A_KIND, TINY, changed
 
 from vkback.device import Device
 from vkback.engine.engine import Engine
@@ -395,8 +395,14 @@ ALONE = {
 norms of V, and, where the tables leave RoPE to a stage, that of Q where K is another layer's."""
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize(
+    ("profile", "name"),
+    [
+        pytest.param(profile, name, marks=() if profile == H200 or name in OF_A_KIND else pytest.mark.exhaustive)
+        for profile in PROFILES
+        for name in TINY
+    ],
+)
 def test_tiny_models_plan_for_any_device(profile: str, name: str, tiny: Callable[[str], Path]) -> None:
     model, ctx = Model.open(tiny(name)), planned_for(profile)
     s = token_plan(model, profile)

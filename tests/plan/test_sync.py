@@ -13,6 +13,7 @@ import pytest
 from kernel_paths import planned_for, with_params
 from model_files import BUILT_IN
 from plan_kit import LARGE, check_device_limits, schedule
+from tiny_models import of_a_kind
 
 from vkback.device import Capabilities, Device, profile_ids
 from vkback.device.spirv import inspect
@@ -368,7 +369,7 @@ def test_waits_tell_what_is_spun_on() -> None:
     assert waits(s)[2:] == [[Wait(1, "a", "write", "part")], [Wait(2, "b", "write", "whole")]]
 
 
-@pytest.mark.parametrize("profile", profile_ids())
+@pytest.mark.parametrize("profile", of_a_kind(profile_ids(), profile_ids()[::3]))
 def test_every_recorded_device_plans_barrier_free_stages_within_its_limits(profile: str, models: Callable[[str], Model]) -> None:
     for name in (*BUILT_IN, "llama-8b-Q4_K_S:4", "gpt-oss-20b-MXFP4:4"):
         ctx = sentinel(profile)

@@ -21,7 +21,10 @@ from vkback.plan.exact import exact_context
 from vkback.plan.planner import plan
 from vkback.program import Program
 
-PROFILES = ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv")
+PROFILES = of_a_kind(
+    ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12", "amd_rx_7900_xtx_radv"), ("nvidia_h200_linux", "llvmpipe_mesa_22_debian12")
+)
+"""With matrices and without."""
 
 
 def weights(model: Model, ctx: LowerContext, n: int, head: Head) -> set[tuple[str, tuple[int, ...]]]:

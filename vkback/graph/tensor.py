@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+Made = TypeVar("Made")
 Kind = Literal["input", "weight", "state", "node", "counter"]
 
 
@@ -83,6 +84,14 @@ class Node:
     @property
     def name(self) -> str:
         return self.outputs[0].name
+
+    def once(self, make: Callable[[Node], Made]) -> Made:
+        """What `make` makes of the node, made once and kept with it: passes read a node in its op's own terms time and again."""
+        kept: dict[object, Any] = self.__dict__.setdefault("_once", {})
+        if make not in kept:
+            kept[make] = make(self)
+        made: Made = kept[make]
+        return made
 
 
 @dataclass

@@ -199,6 +199,10 @@ class LinearNode:
 
     @classmethod
     def of(cls, node: Node) -> LinearNode:
+        return node.once(cls._of)
+
+    @classmethod
+    def _of(cls, node: Node) -> LinearNode:
         if node.op == "LINEAR_HEADS":
             w, x, *route = node.inputs
             params = LinearParams.of({**node.params, "roles": ("w", "x", "route")[: len(node.inputs)]})

@@ -91,11 +91,12 @@ def resolve_views(nodes: Sequence[Node]) -> Nodes:
     source: dict[str, Tensor] = {}
     out: Nodes = []
     for node in nodes:
+        viewed = any(t.name in source for t in node.inputs)
         inputs = tuple(dataclasses.replace(source[t.name], shape=t.shape) if t.name in source else t for t in node.inputs)
         if node.op == "VIEW":
             source[node.outputs[0].name] = inputs[0]
         else:
-            out.append(dataclasses.replace(node, inputs=inputs))
+            out.append(dataclasses.replace(node, inputs=inputs) if viewed else node)
     return out
 
 

@@ -279,46 +279,47 @@ def quantize_activations(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext
 
     by  "producer": any that can; "attention": attention and products by heads, but no other GEMV; "stage": none
     """
-    index = Index(nodes, outputs)
+    kept = frozenset(outputs)
+    made_at = {t.name: i for i, n in enumerate(nodes) for t in n.outputs}
+    read_at: dict[str, list[int]] = {}
+    for i, n in enumerate(nodes):
+        for t in n.inputs:
+            read_at.setdefault(t.name, []).append(i)
     out: Nodes = list(nodes)
+    behind: dict[int, list[Node]] = {}  # what quantizes the outputs of the node at a place
     for tensor in [t for n in nodes for t in n.outputs if t.type == "F32"]:
-        readers = index.consumers.get(tensor.name, [])
+        readers = read_at.get(tensor.name, [])
         wants = [
-            r
-            for r in readers
-            if r.op in ("LINEAR", "LINEAR_HEADS")
+            i
+            for i in readers
+            if (r := out[i]).op in ("LINEAR", "LINEAR_HEADS")
             and r.inputs[1].name == tensor.name
             and not {"norm", "post_norm"} & set(r.params.get("roles", ()))
             and choice_of(LinearNode.of(r), ctx).x_type == "Q8_1"
         ]
         if not wants:
             continue
-        producer = index.producer[tensor.name]
+        at = made_at[tensor.name]
+        producer = out[at]
         whole_units = _head_width(producer) % 32 == 0
         by_gemv = producer.op == "LINEAR" and activated(producer)
         quantizes = producer.op in QUANTIZING and (producer.op not in OF_ONE_TOKEN or (tensor.shape[0] == 1 and not ctx.exact))
         can = {"producer": quantizes or by_gemv, "attention": quantizes, "stage": False}[by]
         # If anything else reads the floats, they must be stored, too.
         stored = producer.outputs[Q8_1_OUTPUT.get(producer.op, 0)].name == tensor.name
-        sole = len(wants) == len(readers) and tensor.name not in index.outputs and stored
+        sole = len(wants) == len(readers) and tensor.name not in kept and stored
         if can and sole and whole_units and tensor.shape[-1] % 32 == 0:
-            out = [
-                as_stored(_retyped(n, tensor.name, tensor.name), ctx)
-                if n is producer
-                else _retyped(n, tensor.name, tensor.name)
-                if n in wants
-                else n
-                for n in out
-            ]
+            name = tensor.name
+            out[at] = as_stored(_retyped(producer, name, name), ctx)
         else:
-            quantized = f"{tensor.name}.q8_1"
             # Round once, right behind the producer, for all products that read it.
-            at = next(i for i, n in enumerate(out) if n is producer)
-            rows = wants[0].inputs[1]  # a token's values are a row, whatever the shape they were made in
-            out.insert(at + 1, Node("QUANTIZE_Q8_1", (rows,), (dataclasses.replace(rows, name=quantized, type="Q8_1"),)))
-            out = [_retyped(n, tensor.name, quantized) if n in wants else n for n in out]
-        index = Index(out, outputs)
-    return out
+            name = f"{tensor.name}.q8_1"
+            rows = out[wants[0]].inputs[1]  # a token's values are a row, whatever the shape they were made in
+            rounded = Node("QUANTIZE_Q8_1", (rows,), (dataclasses.replace(rows, name=name, type="Q8_1"),))
+            behind.setdefault(at, []).insert(0, rounded)
+        for i in wants:
+            out[i] = _retyped(out[i], tensor.name, name)
+    return [n for i, node in enumerate(out) for n in (node, *behind.get(i, ()))]
 
 
 def _head_width(node: Node) -> int:
