@@ -10,6 +10,9 @@ ARM ?=
 SMOKE ?=
 TEST_PROCESSES ?= 2
 
+# Set in many containers. Each command that a test starts would compile the package's Python anew, half of the time of a start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help bench test test-all mutants lint smoke windows arm lab prebuilt prebuilt-ordinary wheel clean
 
 help:
