@@ -1,7 +1,9 @@
 """What names and fills kernels, as a digest for each case of the quick suite and each synthetic shape.
 
-python kernel_digests.py LOCALE prints them as JSON. A digest covers every launch in order: shader, defines, specialization constants, push
-constants and the text with its includes. tests/unit/test_constants.py runs this in processes of other environments and compares.
+python kernel_digests.py LOCALE all|most|NAMES.json prints them as JSON: of everything, of as much as has every constant, or of what a file
+lists; and which of those have a kernel or a constant of one that none before had. A digest covers every launch in order: shader, defines,
+specialization constants, push constants and the text with its includes. tests/unit/test_constants.py runs this in processes of other
+environments and compares.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import locale
+import struct
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 from vkback.device import Capabilities
 from vkback.engine.sampler import add_sampler
+from vkback.graph import Graph
 from vkback.harness.cases import context_of, quick_cases
 from vkback.models import Model
 from vkback.models.synth import SHAPES, outline
@@ -53,29 +58,63 @@ def digest(dispatches: Iterable[Dispatch]) -> str:
     return found.hexdigest()[:16]
 
 
-def digests() -> Iterator[tuple[str, str]]:
-    """Pairs of what was planned, as "device: case", and its digest."""
-    models = {shape: Model.of(outline(f"{shape}-F32", layers=layers(shape))) for shape in SHAPES}
+def constants(d: Dispatch) -> Iterator[Hashable]:
+    """A kernel, and with it each of its constants that is not a number below 2^24, as bits of floats are not."""
+    yield d.kernel.source
+    for name, value in (*d.kernel.spec, *d.kernel.defines):
+        if not isinstance(value, int) or abs(value) >= 1 << 24:
+            yield d.kernel.source, name, value
+    for i, (word,) in enumerate(struct.iter_unpack("<I", d.push[: len(d.push) // 4 * 4])):
+        if word >= 1 << 24:
+            yield d.kernel.source, i, word
+
+
+def most(device: str, tokens: int | None) -> bool:
+    """Cases (None) on one device, models of each number of tokens on one: has all the constants, and all but five kernels."""
+    return device == DEVICES[tokens == 1]
+
+
+def planned(wanted: Callable[[str, int | None, str], bool]) -> Iterator[tuple[str, list[Dispatch]]]:
+    """Pairs of what is planned, as "device: case", and its launches. wanted: asked with the device, tokens of a model or None, and that
+    name."""
+    model = cache(lambda shape: Model.of(outline(f"{shape}-F32", layers=layers(shape))))
     for device in DEVICES:
         caps = Capabilities.from_profile(device)
         ctx = LowerContext(caps, Tuning.for_device(caps, tuning_root()))
         for case in quick_cases():
-            with suppress(PlanError):
-                problem, own = case.build(), context_of(case, ctx)
-                yield f"{device}: {case.line}", digest(d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own))
-        for shape, model in models.items():
-            for tokens in TOKENS:
-                if model.architecture.causal:
-                    graphs = [model.graph(tokens, 128, head="last")]
-                else:
-                    graphs = [model.text_graph(tokens, 128, texts) for texts in model.text_kinds()]
-                if tokens == 1 and model.architecture.causal:
-                    add_sampler(graphs[0], greedy=False)
+            if wanted(device, None, name := f"{device}: {case.line}"):
                 with suppress(PlanError):
-                    made = [d for graph in graphs for d in plan(graph, ctx, fusion="all").dispatches()]
-                    yield f"{device}: {shape} of {tokens} tokens", digest(made)
+                    problem, own = case.build(), context_of(case, ctx)
+                    yield name, [d for n in problem.parts or (problem.node,) for d in OPS[n.op].lower(n, own)]
+        for shape in SHAPES:
+            for tokens in TOKENS:
+                if wanted(device, tokens, name := f"{device}: {shape} of {tokens} tokens"):
+                    with suppress(PlanError):
+                        yield name, [d for g in graphs(model(shape), tokens) for d in plan(g, ctx, fusion="all").dispatches()]
+
+
+def graphs(model: Model, tokens: int) -> Sequence[Graph]:
+    if not model.architecture.causal:
+        return [model.text_graph(tokens, 128, texts) for texts in model.text_kinds()]
+    graph = model.graph(tokens, 128, head="last")
+    if tokens == 1:
+        add_sampler(graph, greedy=False)
+    return [graph]
+
+
+def main(which: str) -> None:
+    names = set(json.loads(Path(which).read_text(encoding="utf-8"))) if which.endswith(".json") else None
+    digests: dict[str, str] = {}
+    telling: list[str] = []
+    seen: set[Hashable] = set()
+    for name, dispatches in planned(lambda device, tokens, name: name in names if names else which == "all" or most(device, tokens)):
+        digests[name] = digest(dispatches)
+        if not seen.issuperset(new := {each for d in dispatches for each in constants(d)}):
+            telling.append(name)
+            seen |= new
+    json.dump({"digests": digests, "telling": telling}, sys.stdout)
 
 
 if __name__ == "__main__":
     locale.setlocale(locale.LC_ALL, sys.argv[1])
-    json.dump(dict(digests()), sys.stdout)
+    main(sys.argv[2])

@@ -91,26 +91,17 @@ double pow(double x, double y) {
 """Stands for another C library: each result that is not a short number is the next double."""
 
 
-def digests(environment: Mapping[str, str], locale: str = "") -> dict[str, str]:
-    """Of a process of its own."""
+Digests = dict[str, str]
+
+
+def digests(which: str | Path, environment: Mapping[str, str], locale: str = "") -> tuple[Digests, list[str]]:
+    """Of a process of its own, as tests/kernel_digests.py has them; and those that have a constant which none before had."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), **environment}
-    program = [sys.executable, str(ROOT / "tests" / "kernel_digests.py"), locale]
+    program = [sys.executable, str(ROOT / "tests" / "kernel_digests.py"), locale, str(which)]
     ran = run_program(program, env=env, timeout=900)
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, str] = json.loads(ran.stdout)
-    return found
-
-
-@pytest.fixture(scope="module")
-def usual() -> dict[str, str]:
-    found = digests({"PYTHONHASHSEED": "0"})
-    assert sum(name.startswith("nvidia") for name in found) > 1000 and any("tiny-gpt-oss of 16 tokens" in name for name in found)
-    return found
-
-
-def same(found: dict[str, str], usual: dict[str, str]) -> None:
-    assert found.keys() == usual.keys()
-    assert not [name for name, value in found.items() if value != usual[name]]
+    found = json.loads(ran.stdout)
+    return found["digests"], found["telling"]
 
 
 def other_c_library(tmp_path: Path) -> dict[str, str]:
@@ -141,12 +132,29 @@ def decimal_commas(tmp_path: Path) -> tuple[dict[str, str], str]:
     return {"LOCPATH": str(tmp_path)}, "de_DE.UTF-8"
 
 
-def test_kernels_of_another_processor_c_library_locale_and_hash_seed(usual: dict[str, str], tmp_path: Path) -> None:
+def judge(which: str | Path, usual: Digests, tmp_path: Path) -> None:
     """All in one process, since none may change a bit. Each alone, where one of them does: the first that fails is the one."""
     library, (commas, locale) = other_c_library(tmp_path), decimal_commas(tmp_path)
-    if digests({**plain_numpy(), **library, **commas, "PYTHONHASHSEED": "1"}, locale) != usual:
-        same(digests({"PYTHONHASHSEED": "1"}), usual)
-        same(digests(plain_numpy()), usual)
-        same(digests({**plain_numpy(), **library}), usual)
-        same(digests(commas, locale), usual)
-        pytest.fail("no one of them changes kernels, all together do")
+    if digests(which, {**plain_numpy(), **library, **commas, "PYTHONHASHSEED": "1"}, locale)[0] == usual:
+        return
+    for environment, language in (({"PYTHONHASHSEED": "1"}, ""), (plain_numpy(), ""), ({**plain_numpy(), **library}, ""), (commas, locale)):
+        found, _ = digests(which, environment, language)
+        assert found.keys() == usual.keys()
+        assert not [name for name, value in found.items() if value != usual[name]]
+    pytest.fail("no one of them changes kernels, all together do")
+
+
+def test_kernels_of_another_processor_c_library_locale_and_hash_seed(tmp_path: Path) -> None:
+    """Of all models and ops as few cases as have every constant of every kernel."""
+    usual, telling = digests("most", {"PYTHONHASHSEED": "0"})
+    assert sum(name.startswith("nvidia") for name in usual) > 1000 and len(telling) > 200
+    assert any("tiny-gpt-oss of 16 tokens" in name for name in usual)
+    names = tmp_path / "names.json"
+    names.write_text(json.dumps(telling), encoding="utf-8")
+    judge(names, {name: usual[name] for name in telling}, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_all_kernels_of_another_processor_c_library_locale_and_hash_seed(tmp_path: Path) -> None:
+    """All models and ops on two devices."""
+    judge("all", digests("all", {"PYTHONHASHSEED": "0"})[0], tmp_path)
