@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ MODULES = ("os", "signal", "time", "socket")
 GUARDS = re.compile(r"sys\.platform|os\.name|ImportError|AttributeError|hasattr")
 
 
-def unguarded(text: str) -> Iterator[str]:
+def unguarded(text: str, tree: ast.Module | None = None) -> Iterator[str]:
     """Names that Windows lacks and a file uses: where no `if`, `try` or `suppress` around the use asks about them, and the file has no
     hasattr of the name."""
-    tree = ast.parse(text)
-    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    tree = tree or ast.parse(text)
+    above: dict[ast.AST, ast.AST] = {}
     for node in ast.walk(tree):
         used: list[str] = []
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MODULES:
@@ -45,6 +46,8 @@ def unguarded(text: str) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
             used = [f"import {name}" for name in names if name in LACKS["modules"]]
+        if used and not above:
+            above |= {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         for name in used:
             module, _, attribute = name.partition(".")
             asked = (f"hasattr({module}, {quote}{attribute}{quote})" for quote in "'\"")
@@ -87,47 +90,62 @@ def test_what_the_check_finds(text: str, found: list[str]) -> None:
     assert list(unguarded(text)) == found
 
 
+@cache
+def found_in_files() -> dict[str, list[str]]:
+    """What each of the rules below finds wrong. Files are parsed once for all of them."""
+    found: dict[str, list[str]] = {"unguarded": [], "at import": [], "pipes": [], "files": []}
+    for folder in ("vkback", "bench", "tests", "tools"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            name, text = file.relative_to(ROOT), file.read_text("utf-8")
+            tree = ast.parse(text)
+            if folder == "vkback":
+                found["unguarded"] += [f"{name}:{use}" for use in unguarded(text, tree)]
+            else:
+                found["at import"] += [f"{name}: {use}" for use in unguarded("\n".join(map(ast.unparse, run_at_import(tree))))]
+            for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+                if unnamed_in_a_pipe(call):
+                    found["pipes"].append(f"{name}:{call.lineno}")
+                if folder != "tests" and unnamed_in_a_file(call):
+                    found["files"].append(f"{name}:{call.lineno}")
+    return found
+
+
+def run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield from node.decorator_list
+        elif not isinstance(node, ast.Expr):
+            yield node
+
+
+def unnamed_in_a_pipe(call: ast.Call) -> bool:
+    given = {k.arg for k in call.keywords}
+    return bool(given & {"text", "universal_newlines"}) and "encoding" not in given and "subprocess" in ast.unparse(call.func)
+
+
+def unnamed_in_a_file(call: ast.Call) -> bool:
+    if not (isinstance(call.func, ast.Attribute) and call.func.attr in ("read_text", "write_text")):
+        return False
+    return not (any(k.arg in ("encoding", None) for k in call.keywords) or len(call.args) > (call.func.attr == "write_text"))
+
+
 def test_vkback_asks_before_it_uses_what_windows_lacks() -> None:
-    found = [f"{f.relative_to(ROOT)}:{use}" for f in sorted((ROOT / "vkback").rglob("*.py")) for use in unguarded(f.read_text("utf-8"))]
-    assert not found, "\n".join(found)
+    assert not found_in_files()["unguarded"]
 
 
 def test_tests_and_scripts_can_be_imported_on_windows() -> None:
     """Their functions may need more than Windows has, and skip; what runs at their import may not."""
-    found = []
-    for file in sorted(f for folder in ("tests", "tools", "bench") for f in (ROOT / folder).rglob("*.py")):
-        tree = ast.parse(file.read_text("utf-8"))
-        runs: list[ast.AST] = []
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                runs += node.decorator_list
-            elif not isinstance(node, ast.Expr):
-                runs.append(node)
-        start = "\n".join(map(ast.unparse, runs))
-        found += [f"{file.relative_to(ROOT)}: {use}" for use in unguarded(start)]
-    assert not found, "\n".join(found)
+    assert not found_in_files()["at import"]
 
 
 def test_what_programs_print_is_read_in_a_named_encoding() -> None:
     """Else it is that of the system's code page: `make lint` looks at files that are opened, this at pipes."""
-    found = []
-    for file in sorted(f for folder in ("vkback", "bench", "tests", "tools") for f in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            given = {k.arg for k in node.keywords} if isinstance(node, ast.Call) and "subprocess" in ast.unparse(node.func) else set()
-            if given & {"text", "universal_newlines"} and "encoding" not in given:
-                found.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}")
-    assert not found, "\n".join(found)
+    assert not found_in_files()["pipes"]
 
 
 def test_files_are_read_and_written_in_a_named_encoding() -> None:
     """`make lint` looks at paths that it can tell to be some; this at all that are read or written whole, outside of tests."""
-    found = []
-    for file in sorted(f for folder in ("vkback", "bench", "tools") for f in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "write_text"):
-                named = any(k.arg in ("encoding", None) for k in node.keywords) or len(node.args) > (node.func.attr == "write_text")
-                found += [] if named else [f"{file.relative_to(ROOT)}:{node.lineno}"]
-    assert not found, "\n".join(found)
+    assert not found_in_files()["files"]
 
 
 LACKING = """
