@@ -12,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_kit import call
 from device_kit import driver_of, lose
 from processes import run_program
 from tiny_models import TINY, of_a_kind
 
 import vkback
 from vkback.api import GenerateOptions
+from vkback.cli import main, vkbench
 from vkback.device import Device, DeviceError, DeviceLost, FeatureMissing, HostPages, list_devices
 from vkback.engine.engine import Engine
 from vkback.engine.load_options import LoadOptions
@@ -314,9 +316,12 @@ def test_memory_that_cannot_be_imported_is_refused_with_the_other_way(device: De
         (["--device", "0", "-ts", "1,1"], r"^vkback: error: \[split\] -ts is for several devices"),
     ],
 )
-def test_what_commands_say_is_one_line(arguments: list[str], said: str) -> None:
-    done = run_program([sys.executable, "-m", "vkback", "run", "Once", "-n", "2", *arguments])
-    assert done.returncode == 2 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_what_commands_say_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, main.main, "run", "Once", "-n", "2", *arguments) == 2
+    err = capsys.readouterr().err
+    assert re.search(said, err) and len(err.strip().splitlines()) == 1, err
 
 
 @pytest.mark.vulkan
@@ -332,10 +337,13 @@ def test_what_commands_say_is_one_line(arguments: list[str], said: str) -> None:
         (["spec", "--device", "0,0"], r"^vkbench: error: --device 0,0: drafts are made on one device, .*$"),
     ],
 )
-def test_what_vkbench_does_not_measure_over_several_devices_is_one_line(arguments: list[str], said: str) -> None:
-    done = run_program([sys.executable, "-m", "vkback.cli.vkbench", *arguments, "-m", "demo-dense"])
-    assert done.returncode == 2 and re.search(said, done.stderr) and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert not done.stdout
+def test_what_vkbench_does_not_measure_over_several_devices_is_one_line(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, vkbench.main, *arguments, "-m", "demo-dense") == 2
+    out, err = capsys.readouterr()
+    assert re.search(said, err) and len(err.strip().splitlines()) == 1, err
+    assert not out
 
 
 @pytest.mark.vulkan
