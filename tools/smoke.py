@@ -45,6 +45,7 @@ CUTS: Mapping[str, Sequence[str]] = {
     "vkback chat": ("-n", "4", "--chat-template", "plain"),
     "vkback perplexity": ("-c", "16", "--chunks", "2"),
     "vkback profile": ("--prompt-tokens", "4", "-n", "2", "-b", "0"),
+    "vkback plan --diff": ("--shape", "tiny-llama-Q8_0"),
     "vkback compare": ("-p", "It was"),
     "vkback embed": ("--pooling", "mean"),
     "vkback imatrix -m": ("-c", "16", "--chunks", "2"),

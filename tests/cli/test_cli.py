@@ -95,7 +95,7 @@ def test_synth_lists_names_and_writes_a_model(monkeypatch: pytest.MonkeyPatch, c
     assert "llama-8b-Q4_K_M" in listed and all("llama-8b" in each for each in listed)
     assert call(monkeypatch, main.main, "synth", "--list", "laama-8b-Q4_K_M") == 2
     assert "synth --list laama-8b-Q4_K_M: no name has that in it. Did you mean llama-8b-Q4_K_M?" in capsys.readouterr().err
-    assert call(monkeypatch, main.main, "synth", "--list", "--json") == 0
+    assert call(monkeypatch, main.main, "synth", "--list", "--json", "mistral-large") == 0
     sizes = {entry["name"]: entry["params"] for entry in json.loads(capsys.readouterr().out)}
     assert sizes["mistral-large-123b-Q4_K"] == 122_610_069_504
     assert call(monkeypatch, main.main, "synth", "llama-1b-Q4_K_M") == 2
