@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,6 +70,9 @@ bias, as trained models have them."""
 MIXING = ("altup_correct_coef", "altup_correct_scale", "altup_predict_coef")
 """Small tensors of AltUp."""
 
+FLOATS = (*MIXING, "attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
+"""What is F32 in every file, beside norms, biases and frequencies."""
+
 KEPT = ("altup_proj", "altup_router", "altup_unembd_proj", "laurel_l", "laurel_r", "per_layer_model_proj")
 """What llama-quantize leaves as it is."""
 
@@ -125,10 +128,10 @@ def _shape_of(name: str) -> ModelShape | None:
 def planned_tensors(name: str, *, layers: int | None = None) -> list[PlannedTensor]:
     """The tensors of a model, in the order of the file. Raises SynthError for an unknown name or number of layers."""
     shape_name, type = _split(name)
-    shape = _first_layers(name, _known_shape(shape_name), layers)
+    tensors = _tensors(_first_layers(name, _known_shape(shape_name), layers))
     mix = _type_mixes().get(shape_name, {}).get(type)
     chosen = _chosen(shape_name, type) if mix is None and not shape_name.startswith(TINY) else {}
-    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in _shapes(shape)]
+    return [PlannedTensor(t, WHOLE if type == WHOLE else _type_of(mix, t, chosen), dims) for t, dims in tensors]
 
 
 def synthetic_size(name: str, *, layers: int | None = None) -> tuple[int, int]:
@@ -201,7 +204,7 @@ def _chosen(shape_name: str, type: str) -> dict[str, str]:
     s = _known_shape(shape_name)
     if type == WHOLE:
         return {}
-    tensors = list(_shapes(s))
+    tensors = _tensors(s)
     is_70b = s.arch in ARCHITECTURES and ARCHITECTURES[s.arch].sizes.get(s.n_layer) == "70B"
     counts = Counts.of(tensors, s.n_layer, s.n_expert, s.n_head // s.n_head_kv if s.n_head_kv else 1, is_70b)
     return choose_types(type, tensors, counts)
@@ -251,6 +254,19 @@ def _first_layers(name: str, shape: ModelShape, layers: int | None) -> ModelShap
     return replace(shape, n_layer=layers, layers=shape.layers[:layers], metadata=metadata)
 
 
+_latest: list[tuple[ModelShape, Sequence[tuple[str, tuple[int, ...]]]]] = []
+"""The last shape that was asked for, and its tensors: lists of names have all types of a shape behind one another."""
+
+
+def _tensors(s: ModelShape) -> Sequence[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors."""
+    known = _latest[:]
+    if not known or known[0][0] != s:
+        known = [(s, tuple(_shapes(s)))]
+        _latest[:] = known
+    return known[0][1]
+
+
 def _shapes(s: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of all tensors."""
     if s.arch == eagle3.ARCH:
@@ -273,8 +289,7 @@ def _type_of(mix: dict[str, dict[str, str]] | None, name: str, chosen: Mapping[s
     if name == eagle3.IDS:
         return "I64"
     block, _, stem = name.removesuffix(".weight").rpartition(".")
-    floats = (*MIXING, "attn_sinks", "ffn_gate_inp", "ffn_gate_inp_shexp", "layer_output_scale", "position_embd", "token_types", *RECURRENT)
-    if "norm" in stem or stem in floats or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
+    if "norm" in stem or stem in FLOATS or stem.startswith("rope_") or name.endswith((".bias", ".scale")):
         return "F32"
     if stem in KEPT:
         return "F16"
