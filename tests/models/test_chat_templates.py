@@ -296,7 +296,10 @@ def test_threads_take_turns_and_ctrl_c_leaves_nothing_behind(monkeypatch: pytest
 
     def interrupt() -> None:
         time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)  # to the process, as a terminal does: its main thread no longer waits
+        if sys.platform == "win32":
+            signal.raise_signal(signal.SIGINT)  # os.kill would end the process
+        else:
+            os.kill(os.getpid(), signal.SIGINT)  # to the process, as a terminal does: its main thread no longer waits
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
