@@ -35,6 +35,21 @@ class Index:
                     found[t.name] = [node]
         return found
 
+    def update(self, nodes: Sequence[Node]) -> None:
+        """The list is this one from here on. Who reads a tensor is looked up for what has changed alone: a pass that goes through the
+        layers changes a few nodes of each."""
+        before, after = ({id(node): node for node in some} for some in (self._nodes, nodes))
+        self._nodes = nodes
+        self.__dict__.pop("producer", None)
+        if "consumers" not in self.__dict__:
+            return
+        for node in (node for key, node in before.items() if key not in after):
+            for t in node.inputs:
+                self.consumers[t.name] = [reader for reader in self.consumers[t.name] if reader is not node]
+        for node in (node for key, node in after.items() if key not in before):
+            for t in node.inputs:
+                self.consumers.setdefault(t.name, []).append(node)
+
     def read_once(self, tensor: Tensor) -> bool:
         """Whether one node reads a tensor, and it is no output of the graph."""
         return tensor.name not in self.outputs and len(self.consumers.get(tensor.name, [])) == 1

@@ -76,7 +76,7 @@ def fuse_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: int) -> No
         if q_out is not q_in:
             reads = dataclasses.replace(attention, inputs=(q_out, *attention.inputs[1:]))
             nodes = [reads if n is attention else n for n in nodes]
-        index = Index(nodes, outputs)
+        index.update(nodes)
     return nodes
 
 
@@ -103,7 +103,7 @@ def fuse_latent(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
         if found is not None:
             gone, new = found
             nodes = replace(nodes, [*gone, attention], new)
-            index = Index(nodes, outputs)
+            index.update(nodes)
     for permute in [n for n in nodes if n.op == "PERMUTE" and n.params["axes"] == (1, 0, 2)]:
         product = index.one_use_producer(permute.inputs[0], "MUL_MAT")
         if product is None or "w_view" in product.params or len(product.inputs[0].shape) != 3:
@@ -203,8 +203,9 @@ def pack_qkv(nodes: Nodes, into_attention: bool) -> Nodes:
 
     into_attention  rope and cache store move into the attention kernel (ATTN_DECODE, one token)
     """
+    index = Index(nodes)
     for fused in [n for n in nodes if n.op == "QKV_ROPE_SET_ROWS"]:
-        index = Index(nodes)
+        index.update(nodes)
         taken = norms_of_decode(fused, index) if into_attention else DecodeNorms(fused.inputs[:3])
         products = may_pack([index.producer.get(t.name) for t in taken.heads], index)
         if not products:
@@ -265,7 +266,7 @@ def queries_into_attention(nodes: Nodes, outputs: Iterable[str], *, bindings: in
         fused = Node("ATTN_DECODE", inputs, attention.outputs, {**params, **attention.params})
         gone = [n for n in (norm, rope, attention) if n is not None]
         nodes = replace(nodes, gone, [*([] if any(n is angles for n in nodes) else [angles]), fused])
-        index = Index(nodes, outputs)
+        index.update(nodes)
     return nodes
 
 

@@ -216,7 +216,7 @@ def norms_into_prologue(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext)
             x = dataclasses.replace(norm.inputs[0], shape=r.inputs[1].shape)
             new = _gemv(inputs_by_role(r) | {"x": x, **weights}, r.outputs[0], {**r.params, "eps": norm.params["eps"]}, r.choice)
             nodes = [new if n is r else n for n in nodes]
-        index = Index(nodes, outputs)
+        index.update(nodes)
     return nodes
 
 

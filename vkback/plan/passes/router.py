@@ -17,8 +17,9 @@ from vkback.plan.nodes import Index, Nodes, replace, rewrite
 def gates_as_experts(nodes: Nodes, outputs: Iterable[str]) -> Nodes:
     """LINEAR times SIGMOID of one value a token -> the LINEAR of one expert, whose weight TOPK_MOE makes of that value. So the product
     takes the gate into its sums, as it does with the weights of experts."""
+    index = Index(nodes, outputs)
     for gated in [n for n in nodes if n.op == "MUL" and n.inputs[1].shape[-1] == 1]:
-        index = Index(nodes, outputs)
+        index.update(nodes)
         gate, gemv = index.one_use_producer(gated.inputs[1], "SIGMOID"), index.one_use_producer(gated.inputs[0], "LINEAR")
         if gate is None or gemv is None or gemv.params["roles"] != ("w", "x") or gate.outputs[0].elements != gemv.outputs[0].shape[0]:
             continue
@@ -55,8 +56,9 @@ def fuse_router(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext, *, of_o
 def fuse_choice(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> Nodes:
     """TOPK_MOE read by one GEMV with an output for each expert, and by GEMVs that sum these -> the first chooses the experts and
     stores their ids and weights for the others. It is the last pass: what else the GEMV needs shared memory for is known by then."""
+    index = Index(nodes, outputs)
     for choice in [n for n in nodes if n.op == "TOPK_MOE"]:
-        index = Index(nodes, outputs)
+        index.update(nodes)
         weights, ids = choice.outputs
         readers = [r for r in index.consumers.get(ids.name, []) if r.op == "LINEAR" and "expert_weights" not in r.params["roles"]]
         if len(readers) != 1:
