@@ -38,6 +38,8 @@ class Index:
     def update(self, nodes: Sequence[Node]) -> None:
         """The list is this one from here on. Who reads a tensor is looked up for what has changed alone: a pass that goes through the
         layers changes a few nodes of each."""
+        if nodes is self._nodes:
+            return
         before, after = ({id(node): node for node in some} for some in (self._nodes, nodes))
         self._nodes = nodes
         self.__dict__.pop("producer", None)

@@ -24,7 +24,7 @@ def choices_of(nodes: Iterable[Node]) -> Iterator[tuple[str, KernelChoice]]:
     """(name, choice) of every node that has one, and of the products that one stands for."""
     for node in nodes:
         yield from choices_of(node.params.get("parts", ()))
-        if node.choice is not None and isinstance(node.choice, KernelChoice):  # Python takes long to tell of None that it is none
+        if node.choice is not None and isinstance(node.choice, KernelChoice):  # most have none, and isinstance of a Protocol is slow
             yield node.name, node.choice
 
 

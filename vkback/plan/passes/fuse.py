@@ -191,8 +191,9 @@ def fuse_delta_net(nodes: Nodes, outputs: Iterable[str], ctx: LowerContext) -> N
 
 def pack_delta_net(nodes: Nodes) -> Nodes:
     """The four products that CONV_DELTA_NET reads write one packed tensor; neighbours of one type become one product."""
+    index = Index(nodes)
     for fused in [n for n in nodes if n.op == "CONV_DELTA_NET" and "packed" not in n.params]:
-        index = Index(nodes)
+        index.update(nodes)
         (qkv, alpha, beta, z), rest = fused.inputs[:4], fused.inputs[4:]
         products = may_pack([index.producer.get(t.name) for t in (qkv, z, alpha, beta)], index)
         if products:
