@@ -266,7 +266,7 @@ void prepare(uint tid, uint head0, uint kv) {
                 put_query(head, at.y, b);
             }
 #if STORES_ROW
-            if (slot < SLOTS && head == HEADS) {
+            else if (slot < SLOTS && head == HEADS) {
                 put_key(kv, row, stores, at.x, a);
                 put_key(kv, row, stores, at.y, b);
             }
