@@ -6,13 +6,14 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, cast
 
 from vkback.autotune.points import Point
 from vkback.autotune.tunable import TuneResult, results_table
 from vkback.tuning.table import row_lines
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Range = tuple[int, int]
 
