@@ -10,20 +10,8 @@ import pytest
 from kernel_paths import planned_for
 from sweep_kit import H200, set_clock, tune, tune_result
 
-from vkback.autotune.attention_prompts import (
-    PromptAttention,
-    PromptPoint,
-    PromptTask,
-    PromptTrial,
-    actual,
-    guesses,
-    lowered,
-    neighbours,
-    refusal,
-    sample,
-    tasks_for,
-    with_point,
-)
+from vkback.autotune.attention_prompts import PromptAttention, PromptPoint, PromptTask, guesses, neighbours, sample, tasks_for
+from vkback.autotune.chain_trial import ChainTrial
 from vkback.autotune.device_table import DeviceTable
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.autotune.tunable import TuneResult
@@ -70,15 +58,15 @@ def test_a_prompt_s_shapes_of_attention_are_those_of_its_graph(models: Callable[
     ],
 )
 def test_points_are_refused_before_they_are_compiled(point: PromptPoint, said: str) -> None:
-    assert refusal(TASK.node(), point, planned_for(H200)) == said
+    assert PromptAttention.why_not(TASK.node(), point, planned_for(H200)) == said
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_6900_xt_radv", "llvmpipe_mesa_26"])
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
     ctx, node = planned_for(profile), PromptTask(64, 8, 2, 64).node()
-    starts = [actual(node, with_point(ctx, g)) for g in guesses(ctx.caps)]
+    starts = [PromptAttention.actual(node, PromptAttention.with_point(ctx, g)) for g in guesses(ctx.caps)]
     assert {p.kernel for p in starts} == {"decode", "plain"} | ({"matrix"} if matrix_shape(ctx.caps) is not None else set())
-    tried = {p for start in starts for p in neighbours(start, ctx.caps) if not refusal(node, p, ctx)}
+    tried = {p for start in starts for p in neighbours(start, ctx.caps) if not PromptAttention.why_not(node, p, ctx)}
     assert len(tried) >= 4
     sources = {
         "decode": "attention/decode/attention.comp",
@@ -86,8 +74,8 @@ def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
         "matrix": "attention/prompt/prompt_matrix.comp",
     }
     for point in (*starts, *tried):
-        assert not refusal(node, point, ctx)
-        assert lowered(node, point, ctx)[-1].kernel.source == sources[point.kernel]
+        assert not PromptAttention.why_not(node, point, ctx)
+        assert PromptAttention.lowered(node, point, ctx)[-1].kernel.source == sources[point.kernel]
 
 
 def test_the_sample_is_a_part_of_the_op_s_reference() -> None:
@@ -131,7 +119,7 @@ def test_rows_of_prompts_stand_beside_those_of_generation(device: Device, librar
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
 
-    return lambda time_us: set_clock(monkeypatch, PromptTrial, "measured", lambda trial, point: time_us(point))
+    return lambda time_us: set_clock(monkeypatch, ChainTrial, "measured", lambda trial, point: time_us(point))
 
 
 @pytest.mark.vulkan

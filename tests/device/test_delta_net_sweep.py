@@ -9,19 +9,8 @@ import pytest
 from kernel_paths import planned_for
 from sweep_kit import H200, set_clock, tune, tune_result
 
-from vkback.autotune.delta_nets import (
-    GUESSES,
-    DeltaNets,
-    DeltaPoint,
-    DeltaTask,
-    DeltaTrial,
-    actual,
-    lowered,
-    neighbours,
-    refusal,
-    tasks_for,
-    with_point,
-)
+from vkback.autotune.chain_trial import ChainTrial
+from vkback.autotune.delta_nets import GUESSES, DeltaNets, DeltaPoint, DeltaTask, neighbours, tasks_for
 from vkback.autotune.device_table import DeviceTable
 from vkback.autotune.driver import Sweep, Watcher
 from vkback.device import Device
@@ -40,7 +29,7 @@ def test_a_prompt_s_delta_nets_are_those_of_its_graph(models: Callable[[str], Mo
     ctx = planned_for(H200)
     model = models("qwen35moe-35b-a3b-Q4_K_M:4")
     assert tasks_for(model.graph(512, 512, head="all").nodes, ctx) == ([TASK], [])
-    assert actual(TASK.node(), ctx) == CHUNKS and TASK.node().outputs[0].shape == (512, 4096)
+    assert DeltaNets.actual(TASK.node(), ctx) == CHUNKS and TASK.node().outputs[0].shape == (512, 4096)
     assert tasks_for(models("demo-dense").graph(512, 512, head="all").nodes, ctx) == ([], [])
     slow, said = tasks_for(model.graph(4096, 4096, head="all").nodes, planned_for("llvmpipe_mesa_26"))
     assert not slow and "delta net of 4096 tokens, 32 heads of 128, 16 of 128 for q and k passed over: one launch may take" in said[0]
@@ -59,19 +48,19 @@ def test_a_prompt_s_delta_nets_are_those_of_its_graph(models: Callable[[str], Mo
     ],
 )
 def test_points_are_refused_before_they_are_compiled(point: DeltaPoint, said: str) -> None:
-    assert refusal(TASK.node(), point, planned_for(H200)) == said
+    assert DeltaNets.why_not(TASK.node(), point, planned_for(H200)) == said
 
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_6900_xt_radv", "llvmpipe_mesa_26"])
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
     ctx, node = planned_for(profile), DeltaTask(64, Heads(4, 64, 64, 2)).node()
-    starts = list(dict.fromkeys(actual(node, with_point(ctx, g)) for g in GUESSES))
+    starts = list(dict.fromkeys(DeltaNets.actual(node, DeltaNets.with_point(ctx, g)) for g in GUESSES))
     assert {p.kernel for p in starts} == {"scan", "chunks"}
-    tried = {p for start in starts for p in neighbours(start) if not refusal(node, p, ctx)}
+    tried = {p for start in starts for p in neighbours(start) if not DeltaNets.why_not(node, p, ctx)}
     assert len(tried) >= 10
     for point in (*starts, *tried):
-        assert not refusal(node, point, ctx)
-        assert len(lowered(node, point, ctx)) == {"scan": 1, "chunks": 2}[point.kernel]
+        assert not DeltaNets.why_not(node, point, ctx)
+        assert len(DeltaNets.lowered(node, point, ctx)) == {"scan": 1, "chunks": 2}[point.kernel]
 
 
 @pytest.mark.vulkan
@@ -90,7 +79,7 @@ def test_rows_name_tokens_and_heads_and_the_parameters_of_their_kernel(device: D
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Sets what a point takes; the kernels still run once, to be checked."""
-    return lambda time_us: set_clock(monkeypatch, DeltaTrial, "measured", lambda trial, point: time_us(point))
+    return lambda time_us: set_clock(monkeypatch, ChainTrial, "measured", lambda trial, point: time_us(point))
 
 
 @pytest.mark.vulkan

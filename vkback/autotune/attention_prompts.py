@@ -1,9 +1,7 @@
 """Attention of many tokens tuned in chains of its own launches: which kernel, and how it cuts queries and cache.
 
-A prompt's program has a barrier before and after attention, so a chain of launches that wait for each other says what it costs there. The
-cache is as full as after a prompt of so many tokens at a depth. The result of every point is compared with the reference, for tokens drawn
-all over the prompt, before it is timed. Size of the cache and rows in use change the time, but hardly which point is best: rows say
-nothing of them.
+The cache is as full as after a prompt of so many tokens at a depth. Results are compared for tokens drawn all over the prompt. Size of the
+cache and rows in use change the time, but hardly which point is best: rows say nothing of them.
 """
 
 from __future__ import annotations
@@ -11,38 +9,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vkback.autotune.chain_trial import ChainFamily, ChainTrial
-from vkback.autotune.tunable import Chosen, Trial
-from vkback.device import Capabilities, Device
-from vkback.errors import VkbackError
+from vkback.autotune.chain_trial import NO_EFFECT, ChainFamily, passed_over, worth_it
+from vkback.device import Capabilities
 from vkback.graph import Node
 from vkback.ops.attention.choice import prompt_shape
 from vkback.ops.attention.flash import DECODE_TOKENS
 from vkback.ops.case import Array, Problem
 from vkback.ops.cooperative_matrix import matrix_shape
-from vkback.ops.dispatch import Dispatch
-from vkback.ops.family import FAMILIES
-from vkback.ops.lowering import LowerContext, PlanError
+from vkback.ops.lowering import LowerContext
 from vkback.ops.op import OPS
-from vkback.paths import tuning_root
-from vkback.plan.planner import check_limits
-from vkback.program import compile_kernels
-from vkback.shader import ShaderLibrary
-from vkback.timing.launches import Bench, too_long
-from vkback.tuning.lookup import Overrides, Tuning
 
 CHECKED_TOKENS = 48
 """Tokens whose results are compared: the first, the last, and others drawn at random, all heads of each."""
-
-NO_EFFECT = 1
 
 
 class PromptPoint(NamedTuple):
@@ -123,50 +108,11 @@ def tasks_for(nodes: Iterable[Node], depth: int, ctx: LowerContext) -> tuple[lis
         known = tasks.get(json.dumps([task.match, task.sizes]))
         if known is None or known.window:
             tasks[json.dumps([task.match, task.sizes])] = task
-    found = list(tasks.values())
-    said = {task.key: _passed_over(task, ctx) for task in found}
-    return [j for j in found if not said[j.key]], [f"{j.line} passed over: {said[j.key]}" for j in found if said[j.key]]
+    return worth_it(tasks.values(), lambda task: _passed_over(task, ctx))
 
 
 def _passed_over(task: PromptTask, ctx: LowerContext) -> str:
-    if task.n <= DECODE_TOKENS:
-        return f"up to {DECODE_TOKENS} tokens take the kernel of generation"
-    try:
-        return too_long(OPS["FLASH_ATTN_EXT"].lower(task.node(), ctx), ctx.caps)
-    except PlanError as e:
-        return str(e)
-
-
-def with_point(ctx: LowerContext, point: PromptPoint) -> LowerContext:
-    """The context that leads to a point."""
-    return dataclasses.replace(ctx, tuning=Overrides(ctx.tuning, {"attention": point.params}, "sweep"))
-
-
-def actual(node: Node, ctx: LowerContext) -> PromptPoint:
-    """The point that a kernel is built for by the tables of a context."""
-    shape = prompt_shape(node, ctx)
-    return PromptPoint("decode") if shape is None else PromptPoint(shape.kernel, shape.tile_q, shape.tile_kv, shape.warps)
-
-
-def lowered(node: Node, point: PromptPoint, ctx: LowerContext) -> list[Dispatch]:
-    return OPS[node.op].lower(node, with_point(ctx, point))
-
-
-def refusal(node: Node, point: PromptPoint, ctx: LowerContext) -> str:
-    """Why a point is not worth compiling: the planner would make another of it, or the device cannot run it; "" when it is."""
-    for name, value in point.params.items():
-        if why := FAMILIES["attention"].why_illegal(name, value):
-            return f"{name} = {why}"
-    try:
-        for name, a, b in zip(point._fields, point, actual(node, with_point(ctx, point)), strict=True):
-            if a != b:
-                return f"{name} = {a} would become {b}"
-        dispatches = lowered(node, point, ctx)
-        for dispatch in dispatches:
-            check_limits(dispatch, ctx.caps)
-    except PlanError as e:
-        return str(e)
-    return too_long(dispatches, ctx.caps)
+    return f"up to {DECODE_TOKENS} tokens take the kernel of generation" if task.n <= DECODE_TOKENS else passed_over(task, ctx)
 
 
 def axes(caps: Capabilities) -> dict[str, tuple[int, ...]]:
@@ -203,24 +149,8 @@ def guesses(caps: Capabilities) -> Iterator[PromptPoint]:
     yield from (PromptPoint("plain", q, kv, 4) for q, kv in ((64, 16), (64, 32), (32, 16)))
 
 
-class PromptTrial(ChainTrial[PromptPoint]):
-    """Attention in a chain of launches."""
-
-    def with_point(self, point: PromptPoint) -> LowerContext:
-        return with_point(self.ctx, point)
-
-    def compile(self, points: Iterable[PromptPoint]) -> None:
-        compile_points(self.bench.device, self.bench.library, self.node, points, self.ctx)
-
-
-def compile_points(device: Device, library: ShaderLibrary, node: Node, points: Iterable[PromptPoint], ctx: LowerContext) -> None:
-    """Kernels of points that are not refused."""
-    good = [p for p in points if not refusal(node, p, ctx)]
-    compile_kernels(device, library, [d for p in good for d in lowered(node, p, ctx)])
-
-
-class PromptAttention(ChainFamily[PromptPoint]):
-    """Attention of prompts as a `Tunable`. The incumbent is what the tables that come with vkback say."""
+class PromptAttention(ChainFamily[PromptTask, PromptPoint]):
+    """Attention of prompts as a `Tunable`."""
 
     journal = "prompt attention"
     families = ("attention",)
@@ -230,37 +160,22 @@ class PromptAttention(ChainFamily[PromptPoint]):
     def point(cls, values: Iterable[Any]) -> PromptPoint:
         return PromptPoint(*values)
 
-    def chosen(self, task: PromptTask) -> Chosen[PromptPoint]:
-        node, shipped = task.node(), Tuning.for_device(self.ctx.caps, tuning_root())
-        query = {**task.match, "n": task.n, "n_ctx": task.depth + task.n}
-        incumbent = actual(node, dataclasses.replace(self.ctx, tuning=shipped))
-        return Chosen(incumbent, shipped.pick("attention", **query).source, actual(node, self.ctx))
+    @classmethod
+    def actual(cls, node: Node, ctx: LowerContext) -> PromptPoint:
+        shape = prompt_shape(node, ctx)
+        return PromptPoint("decode") if shape is None else PromptPoint(shape.kernel, shape.tile_q, shape.tile_kv, shape.warps)
 
-    def starts(self, task: PromptTask) -> list[PromptPoint]:
-        chosen, node = self.chosen(task), task.node()
-        found = [chosen.incumbent, chosen.present]
-        for guess in guesses(self.ctx.caps):
-            with suppress(PlanError):
-                found.append(actual(node, with_point(self.ctx, guess)))
-        return list(dict.fromkeys(found))
+    def guesses(self) -> Iterable[PromptPoint]:
+        return guesses(self.ctx.caps)
+
+    def query(self, task: PromptTask) -> Mapping[str, Any]:
+        return {**super().query(task), "n_ctx": task.depth + task.n}
 
     def neighbours(self, point: PromptPoint) -> Iterator[PromptPoint]:
         return neighbours(point, self.ctx.caps)
 
-    def refusal(self, task: PromptTask, point: PromptPoint, *, chosen: bool) -> str:
-        return refusal(task.node(), point, self.ctx)
-
-    def prepare(self, task: PromptTask) -> Callable[[], Trial[PromptPoint]]:
-        problem = task.build()
-        with suppress(VkbackError):  # said again, for the point it is about, when that is tried
-            compile_points(self.device, self.library, task.node(), self.starts(task), self.ctx)
-        tokens, want = sample(problem)
-
-        def open_trial() -> PromptTrial:
-            # One cache: that of a prompt was stored a moment ago.
-            return PromptTrial(Bench(self.device, self.library, problem, self.ctx, cold_bytes=1), self.ctx, tokens, want)
-
-        return open_trial
+    def sample(self, problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:
+        return sample(problem)
 
 
 def sample(problem: Problem) -> tuple[npt.NDArray[np.intp], Array]:

@@ -20,6 +20,8 @@ from vkback.autotune.gemvs import Gemvs
 from vkback.autotune.points import axes as gemv_axes
 from vkback.autotune.points import neighbours as gemv_neighbours
 from vkback.autotune.search import Search
+from vkback.autotune.ssm_scans import SsmScans
+from vkback.autotune.ssm_scans import neighbours as scan_neighbours
 from vkback.autotune.tunable import J, RowMaker, S, Tunable
 from vkback.device import Capabilities
 
@@ -48,6 +50,7 @@ def _makers() -> dict[str, Family]:
         Family(Attention, lambda point, caps: attention_neighbours(point, attention_axes(caps))),
         Family(PromptAttention, prompt_neighbours),
         Family(DeltaNets, lambda point, caps: delta_neighbours(point)),
+        Family(SsmScans, lambda point, caps: scan_neighbours(point)),
     ]
     return {each.maker.journal: each for each in found}
 

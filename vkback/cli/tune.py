@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from vkback.device import Device
     from vkback.ops.lowering import LowerContext
 
-OPS = ("gemv", "gemm", "attention", "delta_net")
-OF_MODELS = ("attention", "delta_net")
+OPS = ("gemv", "gemm", "attention", "delta_net", "ssm_scan")
+OF_MODELS = ("attention", "delta_net", "ssm_scan")
 """Tuned in the shapes of a model alone."""
 PATHS = ("auto", "int", "float", "both")
 DEFAULT_SHAPES = "4096x4096,4096x14336,14336x4096"

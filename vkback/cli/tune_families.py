@@ -11,6 +11,7 @@ from vkback.cli.shell import UsageError, model_path
 from vkback.cli.tune_show import nothing, printing, show_crossings, show_gemms, show_gemvs
 
 if TYPE_CHECKING:
+    from vkback.autotune.chain_trial import ChainFamily
     from vkback.autotune.device_table import DeviceTable
     from vkback.autotune.driver import Watcher
     from vkback.autotune.gemm_points import GemmPoint
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vkback.autotune.problem import LinearProblem
     from vkback.autotune.tunable import Tunable, TuneResult
     from vkback.device import Device
+    from vkback.graph import Node
     from vkback.ops.lowering import LowerContext
 
 Paths = Literal["auto", "int", "float", "both"]
@@ -209,25 +211,45 @@ def _attention_tasks(device: Device, request: TuneRequest, ctx: LowerContext) ->
     return families
 
 
-# -- delta nets
+# -- recurrences
 
 
 def _delta_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
-    """Delta nets of a model's prompt, in chains of launches; none of a model without."""
-    from vkback.autotune.delta_nets import MIN_TOKENS, DeltaNets, tasks_for
+    from vkback.autotune.delta_nets import DeltaNets, tasks_for
+
+    return [_recurrences("delta nets", DeltaNets, tasks_for, device, request, ctx)]
+
+
+def _scan_tasks(device: Device, request: TuneRequest, ctx: LowerContext) -> list[FamilyTasks]:
+    from vkback.autotune.ssm_scans import SsmScans, tasks_for
+
+    return [_recurrences("Mamba-2 scans", SsmScans, tasks_for, device, request, ctx)]
+
+
+def _recurrences(
+    what: str,
+    family: type[ChainFamily[Any, Any]],
+    tasks_for: Callable[[Iterable[Node], LowerContext], tuple[list[Any], list[str]]],
+    device: Device,
+    request: TuneRequest,
+    ctx: LowerContext,
+) -> FamilyTasks:
+    """Recurrences of a model's prompt, in chains of launches; none of a model without."""
     from vkback.engine.prompts import default_ubatch
     from vkback.models.registry import Model
     from vkback.shader import ShaderLibrary
 
     assert request.model is not None
     opened, library = Model.open(model_path(request.model)), ShaderLibrary()
-    nodes = [
-        node for n in request.tokens or (default_ubatch(device.caps),) if n >= MIN_TOKENS for node in opened.graph(n, n, head="all").nodes
-    ]
-    tasks, said = tasks_for(nodes, ctx)
+    tokens = [n for n in request.tokens or (default_ubatch(device.caps),) if n >= family.least]
+    tasks, said = tasks_for([node for n in tokens for node in opened.graph(n, n, head="all").nodes], ctx)
     for text in said:
         print(text)
-    return [FamilyTasks("delta nets", tasks, lambda ctx: DeltaNets(device, library, ctx), nothing, watch=partial(printing, unit="us"))]
+
+    def make(ctx: LowerContext) -> Any:
+        return family(device, library, ctx)
+
+    return FamilyTasks(what, tasks, make, nothing, watch=partial(printing, unit="us"))
 
 
 TASKS_OF: dict[str, Callable[[Device, TuneRequest, LowerContext], list[FamilyTasks]]] = {
@@ -235,4 +257,5 @@ TASKS_OF: dict[str, Callable[[Device, TuneRequest, LowerContext], list[FamilyTas
     "gemm": _gemm_tasks,
     "attention": _attention_tasks,
     "delta_net": _delta_tasks,
+    "ssm_scan": _scan_tasks,
 }

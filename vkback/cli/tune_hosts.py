@@ -133,14 +133,9 @@ def tune_one(station: Station, args: Mapping[str, Any], tell: Tell) -> dict[str,
 
 def row_makers() -> dict[str, RowMaker[Any]]:
     """What makes rows of results, by the journal's name for them."""
-    from vkback.autotune.attention import Attention
-    from vkback.autotune.attention_prompts import PromptAttention
-    from vkback.autotune.delta_nets import DeltaNets
-    from vkback.autotune.gemm_sweep import Gemms
-    from vkback.autotune.gemvs import Gemvs
+    from vkback.autotune.spaces import TUNED
 
-    found: list[RowMaker[Any]] = [Gemvs, Gemms, Attention, PromptAttention, DeltaNets]
-    return {each.journal: each for each in found}
+    return {name: family.maker for name, family in TUNED.items()}
 
 
 @dataclasses.dataclass

@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from vkback.device import Capabilities
 from vkback.graph import Node, Tensor
 from vkback.ops.case import Array, Case, Problem, Shape, Tolerance
 from vkback.ops.case_line import CaseLineError, call_with
@@ -68,14 +70,38 @@ def _choice(ctx: LowerContext, heads: Heads, n: int) -> Choice:
     return ctx.tuning.pick("ssm_scan", n=n, n_head=heads.n, head_dim=heads.dim, d_state=heads.d_state)
 
 
-def chunks_for(node: Node, ctx: LowerContext) -> tuple[ChunkShape | None, str]:
-    """The chunks in which an SSM_SCAN is run by the tables of a context; None: token by token, and why where the tables want chunks."""
-    heads = Heads.of(node.outputs[1], node.params)
+@dataclass(frozen=True)
+class ScanShape:
+    """How a workgroup shares a head: rows in all, and lanes of a row."""
+
+    rows: int
+    lanes: int
+
+    @property
+    def threads(self) -> int:
+        return self.rows * self.lanes
+
+
+def scan_shape(params: Mapping[str, Any], heads: Heads, caps: Capabilities) -> ScanShape:
+    """The shape that the tables want, with fewer rows or lanes where heads or device ask for it."""
+    # A lane holds four values of the state, so more lanes than that would be idle.
+    lanes = min(int(params["lanes"]), 1 << ((heads.d_state // 4).bit_length() - 1))
+    rows = min(int(params["rows"]), power_of_two(heads.dim))
+    while rows * lanes > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
+        rows, lanes = (rows // 2, lanes) if rows > 1 else (rows, lanes // 2)
+    return ScanShape(rows, lanes)
+
+
+def shape_for(node: Node, ctx: LowerContext) -> tuple[ScanShape | ChunkShape, str]:
+    """How an SSM_SCAN is run by the tables of a context, and why not in chunks where these want them."""
+    heads, why = Heads.of(node.outputs[1], node.params), ""
     choice = _choice(ctx, heads, node.outputs[0].shape[0])
-    if choice["kernel"] != "chunks":
-        return None, ""
-    chunks = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
-    return (chunks, "") if isinstance(chunks, ChunkShape) else (None, chunks)
+    if choice["kernel"] == "chunks":
+        chunks = KEEPING if node.params.get("keep") else chunk_shape(choice.params, heads, ctx.caps)
+        if isinstance(chunks, ChunkShape):
+            return chunks, ""
+        why = chunks
+    return scan_shape(choice.params, heads, ctx.caps), why
 
 
 def scanned(
@@ -139,16 +165,13 @@ class _Scan(Op):
         heads, keep = self._heads(node, zx, state), bool(node.params.get("keep")) or draws is not None
         y, n = node.outputs[0], zx.shape[0]
         choice, caps = _choice(ctx, heads, n), ctx.caps
-        # A lane holds four values of the state, so more lanes than that would be idle.
-        lanes = min(choice["lanes"], 1 << ((heads.d_state // 4).bit_length() - 1))
-        rows = min(choice["rows"], power_of_two(heads.dim))
-        while rows * lanes > min(caps.max_workgroup_invocations, caps.max_workgroup_size[0]):
-            rows, lanes = (rows // 2, lanes) if rows > 1 else (rows, lanes // 2)
+        shape = scan_shape(choice.params, heads, caps)
+        rows, lanes = shape.rows, shape.lanes
         # Tokens of a tile wait in shared memory while the state stays in registers.
         tile = 1 if slots else min(n, TILE)
-        while tile > 1 and 4 * tile * (rows + 2 * heads.d_state + 2) + 8 * rows * lanes > caps.max_shared_memory:
+        while tile > 1 and 4 * tile * (rows + 2 * heads.d_state + 2) + 8 * shape.threads > caps.max_shared_memory:
             tile //= 2
-        reduce, subgroup = reduction(caps, rows * lanes, lanes=lanes)
+        reduce, subgroup = reduction(caps, shape.threads, lanes=lanes)
         defines: Defines = {
             **reduce,
             "ROWS": rows,
@@ -181,7 +204,7 @@ class _Scan(Op):
             groups=(ceil_div(heads.dim, rows), heads.n, sequences),
             op=node.op,
             label=node.name,
-            reason=f"{rows * lanes} threads, {lanes} lanes a row, {rows} rows: {choice.source}",
+            reason=f"{shape.threads} threads, {lanes} lanes a row, {rows} rows: {choice.source}",
             nbytes=states_bytes
             + nbytes(zx)
             + nbytes(y)
@@ -235,9 +258,9 @@ class SsmScan(_Scan):
             return ssm_sequences.lower(node, ctx)
         xbc, zx, a, d, dt_bias, pos, state = node.inputs
         heads = self._heads(node, zx, state)
-        chunks, why = chunks_for(node, ctx)
-        if chunks is not None:
-            return lower_chunks(node, heads, chunks, _choice(ctx, heads, zx.shape[0]).source)
+        shape, why = shape_for(node, ctx)
+        if isinstance(shape, ChunkShape):
+            return lower_chunks(node, heads, shape, _choice(ctx, heads, zx.shape[0]).source)
         scan = self._dispatch(node, ctx, zx, pos, state, None, (xbc, a, d, dt_bias))
         return [dataclasses.replace(scan, reason=f"{scan.reason}; no chunks: {why}") if why else scan]
 
