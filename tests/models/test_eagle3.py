@@ -106,7 +106,7 @@ def test_logits_of_a_head_are_those_of_numpy(variant: str, tmp_path: Path, devic
             device.upload(one["tokens"], np.array([token], np.int32))
             device.upload(one["pos"], np.array([len(PROMPT) - 1 + place], np.int32))
             device.submit(program.record("a draft")).wait()
-            found = device.download(program.range("result_output"), np.float32).astype(np.float64)[: len(expected)]
+            found = device.download(program.range("result_output"), np.float32)[: len(expected)].astype(np.float64)
             assert nmse(found, expected) < 1e-6, place
             token = head.id_of(int(np.argmax(expected)))
         program.close()
