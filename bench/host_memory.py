@@ -34,7 +34,7 @@ from vkback.api.model import host_rates
 from vkback.cli.vkbench_tests import plan_tests
 from vkback.device import Device
 from vkback.engine.engine import Engine
-from vkback.engine.host_weights import share_left
+from vkback.engine.host_weights import Forecast
 from vkback.engine.load_options import ALL_LAYERS, LoadOptions
 from vkback.gguf.file import GgufFile
 from vkback.units import size_text
@@ -97,23 +97,24 @@ def whole_layers(
         how = LoadOptions(ctx=args.ctx, n_gpu_layers=n)
         found = measured(path, device, how, tests, args.repetitions)
         with Engine.open(path, device, how) as engine:
-            share = share_left(engine.schedule("decode"), engine.host_weights.names, own, host)
-            token = engine.schedule("decode")
-            read = sum(d.weight_bytes for d in token.dispatches() if {a.tensor.name for a in d.args} & engine.host_weights.names)
+            forecast = Forecast.of(engine.schedule("decode"), engine.host_weights.names, own, host)
             pieces = {test.name: len(engine.prompt_schedules(test.n_prompt)) + test.n_gen for test in plan_tests(tests, [], [], [], [])}
-        per_read = read / host / 1e9
+        per_read = forecast.host / host / 1e9
         times = {t.name: (t.n_prompt + t.n_gen) for t in plan_tests(tests, [], [], [], [])}
         longer = {name: times[name] / found.speeds[name] - times[name] / whole.speeds[name] for name in times}
         reads = {name: longer[name] / pieces[name] / per_read for name in times}
-        rows.append((n, found, share, read, reads))
-    print(f"\n| {path.name} | {' | '.join(f'{t}, t/s' for t in tests)} | x of all | forecast | host bytes a token | reads | same text |")
+        rows.append((n, found, forecast, reads))
+    print(
+        f"\n| {path.name} | {' | '.join(f'{t}, t/s' for t in tests)} | x of all | forecast, t/s | host bytes a token | reads | same text |"
+    )
     print("|---" * (len(tests) + 6) + "|")
-    print(f"| all on the device | {' | '.join(f'{v:.1f}' for v in whole.speeds.values())} | 1 | 1 | 0 | | |")
-    for n, found, share, read, reads in rows:
+    print(f"| all on the device | {' | '.join(f'{v:.1f}' for v in whole.speeds.values())} | 1 | | 0 | | |")
+    for n, found, forecast, reads in rows:
         x = " / ".join(f"{found.speeds[t] / whole.speeds[t]:.4f}" for t in found.speeds)
         often = " / ".join(f"{each:.2f}" for each in reads.values())
         speeds = " | ".join(f"{v:.2f}" for v in found.speeds.values())
-        print(f"| -ngl {n} | {speeds} | {x} | {share:.4f} | {read / 1e6:.0f} MB | {often} | {found.text == whole.text} |")
+        told = f"{forecast.tokens_per_s:.2f} | {forecast.host / 1e6:.0f} MB"
+        print(f"| -ngl {n} | {speeds} | {x} | {told} | {often} | {found.text == whole.text} |")
 
 
 def main() -> None:

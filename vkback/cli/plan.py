@@ -108,7 +108,7 @@ def plan(
         schedule = planner.plan(nodes, LowerContext(caps, tables, act_of(act), flash=flash), fusion=fusion)
         library = ShaderLibrary()
         costs = device_costs(here, library) if here and not here.compile_only else profile_costs(profile, caps)
-        there = host_share(opened, schedule, caps, placement, costs.read_gb_s) if placement is not None else None
+        there = in_host_memory(opened, schedule, caps, placement, costs.read_gb_s) if placement is not None else None
         times = measure_stages(opened, here, library, schedule, depth=depth, progress=bars(not as_json)) if here and measure else None
     heading = [part for line in unknown_lines(caps) for part in fit(line)]
     if as_json:
@@ -193,11 +193,11 @@ def memory_of(schedule: Schedule, caps: Capabilities | None) -> dict[str, int] |
     }
 
 
-def host_share(model: Model, schedule: Schedule, caps: Capabilities, placement: Placement, own_gb_s: float) -> dict[str, Any]:
+def in_host_memory(model: Model, schedule: Schedule, caps: Capabilities, placement: Placement, own_gb_s: float) -> dict[str, Any]:
     """What -ngl puts in memory of the host, as plain values: that in words, its bytes, those of weights on the device, layers with all
-    weights there, and the share that is left of the speed. "auto" fits what the schedule needs into all memory of the device; where that is
+    weights there, and tokens a second. "auto" fits what the schedule needs into all memory of the device; where that is
     not known, and of a CPU driver, nothing goes to the host. own_gb_s: how fast the device reads its own memory."""
-    from vkback.engine.host_weights import HostRule, fitting, guessed_rates, host_weights, lookup_tables, named, share_left
+    from vkback.engine.host_weights import Forecast, HostRule, fitting, guessed_rates, host_weights, lookup_tables, named
     from vkback.engine.weights import device_bytes
 
     weights = {name: t for name, t in schedule.tensors().items() if t.kind == "weight"}
@@ -207,12 +207,11 @@ def host_share(model: Model, schedule: Schedule, caps: Capabilities, placement: 
     if memory["device"] and not caps.software:
         found = fitting(weights, rule, placement, caps, memory["device"], [schedule], memory["caches"])
     own, host = guessed_rates(caps, own_gb_s)
-    share, stay = share_left(schedule, found.names, own, host), sum(device_bytes(w, caps) for w in weights.values()) - found.nbytes
-    text = (
-        f"weights: {size_text(stay)} on the device, {named(found) or 'nothing in host memory'}; forecast {100 * share:.1f} % of the speed "
-        f"with all there, by {own:.0f} GB/s and {host:.0f} GB/s from the host (a guess)"
-    )
-    return {"text": text, "bytes": found.nbytes, "device_bytes": stay, "n_gpu_layers": found.rule.on_device, "share": share}
+    forecast, stay = Forecast.of(schedule, found.names, own, host), sum(device_bytes(w, caps) for w in weights.values()) - found.nbytes
+    told_of_host = f"{named(found)}; forecast {forecast.text}; the host's rate is a guess" if found.names else "nothing in host memory"
+    text = f"weights: {size_text(stay)} on the device, {told_of_host}"
+    told = {"bytes": found.nbytes, "device_bytes": stay, "n_gpu_layers": found.rule.on_device}
+    return {"text": text, **told, "tokens_per_s": forecast.tokens_per_s}
 
 
 def listing(

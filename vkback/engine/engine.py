@@ -32,6 +32,7 @@ from vkback.engine.drafts import DraftCounts, DraftError, Drafts, kept_slots
 from vkback.engine.expert_cache import ExpertCache, ExpertCounts, expert_cache
 from vkback.engine.generation import Generation
 from vkback.engine.host_weights import (
+    Forecast,
     HostRates,
     HostRule,
     HostWeights,
@@ -40,7 +41,6 @@ from vkback.engine.host_weights import (
     guessed_rates,
     host_weights,
     lookup_tables,
-    share_left,
 )
 from vkback.engine.kernels import KernelCompiler
 from vkback.engine.load_options import HEADS, Exact, LoadOptions
@@ -360,7 +360,7 @@ class Engine:
         if found != by_request:
             own, host = rates(self.device) if rates is not None else guessed_rates(caps)
             why = f"{self.model.file.path.name} does not fit the {size_text(free)} that {caps.name} has left"
-            log.warning(forecast_line(found, share_left(token, found.names, own, host), own, host, why))
+            log.warning(forecast_line(found, Forecast.of(token, found.names, own, host), why))
         return found
 
     @property

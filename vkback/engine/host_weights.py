@@ -5,6 +5,7 @@ Kernels read them there, through pages that the device imports, so every value h
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -193,13 +194,38 @@ def fitting(
     return found
 
 
-def share_left(schedule: Schedule, names: frozenset[str], own_gb_s: float, host_gb_s: float) -> float:
-    """The share that is left of the speed of one token, by bytes: 1.0 with all weights on the device."""
-    total = schedule.weight_bytes
-    there = sum(d.weight_bytes for d in schedule.dispatches() if any(a.tensor.name in names for a in d.args))
-    if not total:
-        return 1.0
-    return total / own_gb_s / ((total - there) / own_gb_s + there / min(own_gb_s, host_gb_s))
+@dataclass(frozen=True)
+class Forecast:
+    """How fast generation can be, by the bytes of weights that a token reads. An H200 reached 86 to 95 % of it with weights
+    in memory of the host (bench/results/2026-11-28_h200_580-159-04_experts-in-host-memory.md).
+
+    own, host            bytes of the device's memory, and of the host's
+    own_gb_s, host_gb_s  how fast the device reads them
+    """
+
+    own: int
+    host: int
+    own_gb_s: float
+    host_gb_s: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, names: frozenset[str], own_gb_s: float, host_gb_s: float) -> Forecast:
+        """schedule: of one token; names: of the weights in memory of the host, which is no faster than the device's own."""
+        host = sum(d.weight_bytes for d in schedule.dispatches() if any(a.tensor.name in names for a in d.args))
+        return cls(schedule.weight_bytes - host, host, own_gb_s, min(own_gb_s, host_gb_s))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Infinite where nothing is read."""
+        seconds = self.own / self.own_gb_s + self.host / self.host_gb_s
+        return 1e9 / seconds if seconds else math.inf
+
+    @property
+    def text(self) -> str:
+        read = f"{size_text(self.own)} of its own memory at {self.own_gb_s:.0f} GB/s"
+        there = f" and {size_text(self.host)} of the host's at {self.host_gb_s:.0f}" if self.host else ""
+        speed = f"{self.tokens_per_s:.0f}" if self.tokens_per_s >= 100 else f"{self.tokens_per_s:.3g}"
+        return f"about {speed} t/s (a token reads {read}{there})"
 
 
 def named(there: HostWeights) -> str:
@@ -215,11 +241,8 @@ def named(there: HostWeights) -> str:
     return f"{' and '.join(what) or 'embedding tables'} in host memory ({size_text(there.nbytes)})"
 
 
-def forecast_line(there: HostWeights, share: float, own_gb_s: float, host_gb_s: float, why: str) -> str:
-    """What a user is told: what lies in memory of the host, and the speed that is left."""
+def forecast_line(there: HostWeights, forecast: Forecast, why: str) -> str:
+    """What a user is told: what lies in memory of the host, and how fast that can be."""
     layers, experts = there.rule.layers, there.rule.experts
     how = ". -ngl N keeps N layers on the device" if layers else ". --n-cpu-moe N chooses their number" if experts else ""
-    return (
-        f"{why}: {named(there)}, forecast {100 * share:.0f} % of the speed (a token's bytes at {own_gb_s:.0f} GB/s on the device, "
-        f"{host_gb_s:.0f} GB/s from the host){how}"
-    )
+    return f"{why}: {named(there)}, forecast {forecast.text}{how}"
