@@ -149,9 +149,7 @@ def main() -> None:
         with Engine.open(args.model, device, LoadOptions(ctx=args.ctx, n_cpu_moe=ALL_LAYERS)) as engine:
             layers, experts, used = engine.host_weights.with_experts, engine.model.hp.n_expert, engine.model.hp.n_expert_used
             there = engine.host_weights.nbytes
-            read = sum(
-                d.weight_bytes for d in engine.schedule().dispatches() if {a.tensor.name for a in d.args} & engine.host_weights.names
-            )
+            read = Forecast.of(engine.schedule(), engine.host_weights.names, own, host).host
         room = max(args.share * whole.nbytes - all_there.nbytes, 0.0) / there
         slots, kept = max(int(room * experts), used), int(room * len(layers))
         some = run(n_cpu_moe=layers[len(layers) - kept] if kept else ALL_LAYERS)

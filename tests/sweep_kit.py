@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from typer.testing import CliRunner
 
+from vkback.autotune.chain_trial import ChainFamily, TokenSetting
 from vkback.autotune.tunable import Setting, Tuned, TuneResult
 from vkback.cli import main as cli
+from vkback.graph import Node
+from vkback.ops.lowering import LowerContext
 from vkback.paths import shader_root
 from vkback.shader import ShaderLibrary
 from vkback.timing.launches import Measurement
@@ -20,6 +23,7 @@ from vkback.timing.launches import Measurement
 H200 = "nvidia_h200_linux"
 CARD = "Card, driver 1"
 S = TypeVar("S", bound=Setting)
+P = TypeVar("P", bound=TokenSetting)
 
 
 def tune_result(task: Tuned, before: S, after: S, **values: Any) -> TuneResult[S]:
@@ -45,6 +49,24 @@ def tune_result(task: Tuned, before: S, after: S, **values: Any) -> TuneResult[S
         date="2026-11-21",
     )
     return dataclasses.replace(found, **values)
+
+
+def assert_planned_as_they_stand(
+    family: type[ChainFamily[Any, P]],
+    node: Node,
+    ctx: LowerContext,
+    guesses: Iterable[P],
+    neighbours: Callable[[P], Iterable[P]],
+    dispatches: Mapping[str, int],
+) -> None:
+    """Points of a recurrence that are not refused lead to themselves; the guesses have all of its kernels. dispatches: of each kernel."""
+    starts = list(dict.fromkeys(family.actual(node, family.with_point(ctx, guess)) for guess in guesses))
+    assert {point.params["kernel"] for point in starts} == set(dispatches)
+    tried = {point for start in starts for point in neighbours(start) if not family.why_not(node, point, ctx)}
+    assert len(tried) >= 10
+    for point in (*starts, *tried):
+        assert not family.why_not(node, point, ctx)
+        assert len(family.lowered(node, point, ctx)) == dispatches[point.params["kernel"]]
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, trial: type, method: str, time_us: Callable[..., float]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kernel_paths import planned_for
-from sweep_kit import H200, set_clock, tune, tune_result
+from sweep_kit import H200, assert_planned_as_they_stand, set_clock, tune, tune_result
 
 from vkback.autotune.chain_trial import ChainTrial
 from vkback.autotune.delta_nets import GUESSES, DeltaNets, DeltaPoint, DeltaTask, neighbours, tasks_for
@@ -53,14 +53,10 @@ def test_points_are_refused_before_they_are_compiled(point: DeltaPoint, said: st
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_6900_xt_radv", "llvmpipe_mesa_26"])
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
-    ctx, node = planned_for(profile), DeltaTask(64, Heads(4, 64, 64, 2)).node()
-    starts = list(dict.fromkeys(DeltaNets.actual(node, DeltaNets.with_point(ctx, g)) for g in GUESSES))
-    assert {p.kernel for p in starts} == {"scan", "chunks"}
-    tried = {p for start in starts for p in neighbours(start) if not DeltaNets.why_not(node, p, ctx)}
-    assert len(tried) >= 10
-    for point in (*starts, *tried):
-        assert not DeltaNets.why_not(node, point, ctx)
-        assert len(DeltaNets.lowered(node, point, ctx)) == {"scan": 1, "chunks": 2}[point.kernel]
+    dispatches = {"scan": 1, "chunks": 2}
+    assert_planned_as_they_stand(
+        DeltaNets, DeltaTask(64, Heads(4, 64, 64, 2)).node(), planned_for(profile), GUESSES, neighbours, dispatches
+    )
 
 
 @pytest.mark.vulkan

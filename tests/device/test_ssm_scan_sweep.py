@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from kernel_paths import planned_for
-from sweep_kit import H200, set_clock, tune
+from sweep_kit import H200, assert_planned_as_they_stand, set_clock, tune
 
 from vkback.autotune.chain_trial import ChainTrial
 from vkback.autotune.device_table import DeviceTable
@@ -49,14 +49,8 @@ def test_points_are_refused_before_they_are_compiled(point: ScanPoint, said: str
 
 @pytest.mark.parametrize("profile", [H200, "amd_rx_6900_xt_radv", "llvmpipe_mesa_26"])
 def test_what_is_not_refused_is_planned_as_it_stands(profile: str) -> None:
-    ctx, node = planned_for(profile), ScanTask(64, Heads(4, 64, 64, 2)).node()
-    starts = list(dict.fromkeys(SsmScans.actual(node, SsmScans.with_point(ctx, g)) for g in GUESSES))
-    assert {p.kernel for p in starts} == {"scan", "chunks"}
-    tried = {p for start in starts for p in neighbours(start) if not SsmScans.why_not(node, p, ctx)}
-    assert len(tried) >= 10
-    for point in (*starts, *tried):
-        assert not SsmScans.why_not(node, point, ctx)
-        assert len(SsmScans.lowered(node, point, ctx)) == {"scan": 1, "chunks": 3}[point.kernel]
+    dispatches = {"scan": 1, "chunks": 3}
+    assert_planned_as_they_stand(SsmScans, ScanTask(64, Heads(4, 64, 64, 2)).node(), planned_for(profile), GUESSES, neighbours, dispatches)
 
 
 @pytest.mark.vulkan

@@ -21,7 +21,7 @@ from vkback.autotune.problem import LinearProblem
 from vkback.autotune.tunable import Trial
 from vkback.device import Capabilities, Device
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import judge
+from vkback.evaluate.judge import fault
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext
 from vkback.ops.matmul.linear_node import inputs_by_role
@@ -92,10 +92,7 @@ def wrong(bench: Bench, task: Task, ctx: LowerContext, want: Expected) -> str:
     """What is wrong with the result of the kernel that `ctx` leads to; "" when it is right."""
     node = bench.problem.node
     got = bench.outputs(ctx)[node.outputs[0].name]
-    if not np.isfinite(got).all():
-        return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
-    verdict = judge(got[..., want.columns], want.values, OPS["LINEAR"].tolerance(node, ctx))
-    return "" if verdict.ok else verdict.text
+    return fault(got, got[..., want.columns], want.values, OPS["LINEAR"].tolerance(node, ctx))
 
 
 class ChainTrial:

@@ -22,7 +22,7 @@ from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, Setting, Trial, Tuned, TuneResult
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import judge
+from vkback.evaluate.judge import fault
 from vkback.graph import Node
 from vkback.ops.case import Array, Problem
 from vkback.ops.dispatch import Dispatch
@@ -200,10 +200,7 @@ class ChainTrial(Generic[T, P]):
 
     def wrong(self, point: P) -> str:
         got = self.bench.outputs(self.family.with_point(self.ctx, point))[self.node.outputs[0].name]
-        if not np.isfinite(got).all():
-            return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
-        verdict = judge(got[self._seen], self._want, OPS[self.node.op].tolerance(self.node, self.ctx))
-        return "" if verdict.ok else verdict.text
+        return fault(got, got[self._seen], self._want, OPS[self.node.op].tolerance(self.node, self.ctx))
 
     def measure(self, point: P, repetitions: int) -> Measurement:
         return self.measured(point, True, repetitions)

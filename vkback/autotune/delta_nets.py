@@ -10,15 +10,13 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vkback.autotune.chain_trial import NO_EFFECT, ChainFamily, differing, passed_over, worth_it
+from vkback.autotune.recurrences import MIN_TOKENS, RecurrenceTask
 from vkback.graph import Node
-from vkback.ops.case import Case, Problem
+from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext
 from vkback.ops.recurrent.delta_chunks import ChunkShape
 from vkback.ops.recurrent.delta_heads import Heads
 from vkback.ops.recurrent.delta_net import DeltaNet, shape_for
-
-MIN_TOKENS = 17
-"""Of a task: with fewer a delta net runs in steps, whose states may be kept."""
 
 DELTA_NET = DeltaNet()
 
@@ -48,10 +46,9 @@ class DeltaPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeltaTask:
+class DeltaTask(RecurrenceTask):
     """A delta net of n tokens. tiled: which heads share keys."""
 
-    n: int
     heads: Heads
     tiled: bool = True
 
@@ -69,19 +66,8 @@ class DeltaTask:
         return {"n_head": self.heads.n, "dim": self.heads.dim, "key": self.heads.key}
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {"n": self.n}
-
-    @property
     def case(self) -> Case:
-        """The first n tokens of a text, so that a launch leaves no state to the next one."""
         return DELTA_NET.build_case(self.n, self.heads.n, self.heads.dim, self.heads.key, self.heads.n_group, self.tiled)
-
-    def build(self) -> Problem:
-        return self.case.build()
-
-    def node(self) -> Node:
-        return self.case.node()
 
 
 def tasks_for(nodes: Iterable[Node], ctx: LowerContext) -> tuple[list[DeltaTask], list[str]]:

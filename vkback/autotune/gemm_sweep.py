@@ -23,7 +23,7 @@ from vkback.autotune.search import RELATIVE_NOISE
 from vkback.autotune.tunable import Chosen, Trial, TuneResult
 from vkback.device import Device
 from vkback.errors import VkbackError
-from vkback.evaluate.judge import judge
+from vkback.evaluate.judge import fault
 from vkback.ops.case import Array, Problem
 from vkback.ops.lowering import LowerContext, PlanError
 from vkback.ops.matmul.choice import Kernel
@@ -118,11 +118,8 @@ class GemmTrial:
     def wrong(self, point: GemmPoint) -> str:
         ctx = with_point(self._ctx, point)
         got = self._bench.outputs(ctx, self._node)[self._node.outputs[0].name]
-        if not np.isfinite(got).all():
-            return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
-        seen = got[self._want.tokens][..., self._want.columns]
-        verdict = judge(seen, self._want.values, OPS["LINEAR"].tolerance(self._node, ctx))
-        return "" if verdict.ok else verdict.text
+        compared = got[self._want.tokens][..., self._want.columns]
+        return fault(got, compared, self._want.values, OPS["LINEAR"].tolerance(self._node, ctx))
 
     def measure(self, point: GemmPoint, repetitions: int) -> Measurement:
         found = self.measured(point, True, repetitions)

@@ -10,15 +10,13 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from vkback.autotune.chain_trial import NO_EFFECT, ChainFamily, differing, passed_over, worth_it
+from vkback.autotune.recurrences import MIN_TOKENS, RecurrenceTask
 from vkback.graph import Node
-from vkback.ops.case import Case, Problem
+from vkback.ops.case import Case
 from vkback.ops.lowering import LowerContext
 from vkback.ops.recurrent.scan_chunks import ChunkShape
 from vkback.ops.recurrent.scan_heads import Heads
 from vkback.ops.recurrent.ssm_scan import SsmScan, shape_for
-
-MIN_TOKENS = 17
-"""Of a task: with fewer a scan runs in steps, whose states may be kept."""
 
 SSM_SCAN = SsmScan()
 
@@ -48,10 +46,9 @@ class ScanPoint(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScanTask:
+class ScanTask(RecurrenceTask):
     """A scan of n tokens."""
 
-    n: int
     heads: Heads
 
     @property
@@ -68,19 +65,8 @@ class ScanTask:
         return {"n_head": self.heads.n, "head_dim": self.heads.dim, "d_state": self.heads.d_state}
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return {"n": self.n}
-
-    @property
     def case(self) -> Case:
-        """The first n tokens of a text, so that a launch leaves no state to the next one."""
         return SSM_SCAN.build_case(self.n, self.heads.n, self.heads.dim, self.heads.d_state, self.heads.n_group)
-
-    def build(self) -> Problem:
-        return self.case.build()
-
-    def node(self) -> Node:
-        return self.case.node()
 
 
 def tasks_for(nodes: Iterable[Node], ctx: LowerContext) -> tuple[list[ScanTask], list[str]]:

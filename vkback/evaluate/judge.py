@@ -95,6 +95,14 @@ def judge(got: Array, want: Array, tolerance: Tolerance, steps: Array | None = N
     return Verdict(ok, error, worst, text)
 
 
+def fault(got: Array, compared: Array, want: Array, tolerance: Tolerance) -> str:
+    """What is wrong with an output of which a part is compared with the reference, all of which must be finite; "" when it is right."""
+    if not np.isfinite(got).all():
+        return f"{int((~np.isfinite(got)).sum())} of {got.size} values are not finite"
+    verdict = judge(compared, want, tolerance)
+    return "" if verdict.ok else verdict.text
+
+
 def _failed(text: str) -> Verdict:
     return Verdict(False, float("inf"), float("inf"), text)
 
